@@ -22,15 +22,14 @@ export OMP_NUM_THREADS ?= 1
 # Tests start a hundred processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup finetune test-fast test test-distributed test-browser test-oldest check lint types figures figures-check \
+.PHONY: help setup finetune test test-all test-distributed test-browser test-oldest lint types figures figures-check \
     bench bench-gpu bench-predicted bench-pages site format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make finetune     set up .venv, fine-tune a small model on the CPU ($(RECIPE))'
-	@echo 'make test-fast    while working: units, and exactness on a few models, in a few minutes'
-	@echo 'make test         set up .venv, then format, lint, types and all tests of the package'
-	@echo 'make check        format, lint, types, and the tests of documents, benchmarks and their pages'
+	@echo 'make test         set up .venv, then format, lint, types, and a few cases of every test'
+	@echo 'make test-all     the same with all cases, and with two and four processes'
 	@echo 'make test-distributed  the part of `make test` that needs two processes'
 	@echo 'make test-browser  the pages that commands write and serve, in an installed chromium'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the tests on the oldest supported versions'
@@ -108,24 +107,17 @@ finetune: $(if $(wildcard .venv/.installed),.venv/.installed,.venv/.finetune)
 	.venv/bin/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    --num_cpu_threads_per_process $(OMP_NUM_THREADS) scripts/finetune.py $(RECIPE) $(ARGS)
 
-# --- Tests and checks. `make test check test-oldest` is everything, as .ci/run has it. ---
+# --- Tests and checks. `make test test-oldest` is what .ci/run has; `make test-all` has every case. ---
 
-test-fast test test-distributed test-browser check test-oldest: export HF_HUB_OFFLINE = 1
-test-fast test test-distributed test-browser check test-oldest: export TOKENIZERS_PARALLELISM = false
-
-# What is about prose and benchmarks rather than about the package. Where `make` is asked for `test` and `check`, one run of
-# pytest does both: to import, each of its processes takes as long as for a hundred tests.
-CHECKS = tests/docs tests/benchmarks
-both = $(and $(filter test,$(MAKECMDGOALS)),$(filter check,$(MAKECMDGOALS)))
-
-test-fast: .venv/.installed
-	.venv/bin/python -m pytest -m 'not slow' $(addprefix --ignore ,$(CHECKS) tests/distributed tests/gpu) $(PYTEST_ARGS)
+test test-all test-distributed test-browser test-oldest: export HF_HUB_OFFLINE = 1
+test test-all test-distributed test-browser test-oldest: export TOKENIZERS_PARALLELISM = false
 
 # Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
 # mypy, which has one thread, runs next to the tests in two processes, which wait for each other.
-test: lint
-	.venv/bin/python -m pytest -m 'not browser' $(if $(both),,$(addprefix --ignore ,$(CHECKS))) $(PYTEST_ARGS)
-	.venv/bin/mypy & types=$$!; $(two_processes) $(DISTRIBUTED_ARGS); tests=$$?; wait $$types && exit $$tests
+test test-oldest: cases = --cases 3
+test test-all: lint
+	.venv/bin/python -m pytest -m 'not browser' $(cases) $(PYTEST_ARGS)
+	.venv/bin/mypy & types=$$!; $(two_processes) $(cases) $(DISTRIBUTED_ARGS); tests=$$?; wait $$types && exit $$tests
 
 # --standalone: on a port that is free.
 two_processes = .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m pytest tests/distributed
@@ -136,13 +128,10 @@ test-browser: .venv/.installed
 test-distributed: .venv/.installed
 	$(two_processes) $(DISTRIBUTED_ARGS)
 
-check: lint $(if $(both),,types)
-	$(if $(both),,.venv/bin/python -m pytest $(CHECKS) $(PYTEST_ARGS))
-
 # Only files that have such tests: to import the others takes each process as long as a hundred tests. Of two processes
 # rather than three: none of these tests waits for a process that it started.
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest -m core $(patsubst 3,2,$(PYTEST_ARGS)) $$(grep -rl 'mark\.core' tests --include='test_*.py')
+	.venv-oldest/bin/python -m pytest -m core $(cases) $(patsubst 3,2,$(PYTEST_ARGS)) $$(grep -rl 'mark\.core' tests --include='test_*.py')
 
 lint: .venv/.installed
 	.venv/bin/ruff format --check

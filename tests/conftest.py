@@ -34,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Let the configuration stand where pytest-timeout is not installed; nothing ends what hangs there."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds, as pytest-timeout has it")
-    parser.addoption("--representative", action="store_true", help="of tests marked `sweep`, run only the cases they keep")
+        parser.addini("timeout_method", "as pytest-timeout has it")
+    parser.addoption("--cases", type=int, help="run at most so many cases of each test; `sweep` says another number")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,17 +76,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     return result
 
 
-def leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `sweep` leave as many cases as it keeps: the first, the last, and others evenly between them."""
-    sweeps: dict[tuple[object, ...], list[pytest.Item]] = {}
+def keep_some_cases(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
+    """Leave so many cases of each test: the first, the last, and others evenly between them."""
+    tests: dict[tuple[object, ...], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sweep"):
-            sweeps.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+        tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     left_out: set[pytest.Item] = set()
-    for cases in sweeps.values():
+    for cases in tests.values():
         marker = cases[0].get_closest_marker("sweep")
-        assert marker is not None
-        keep = min(marker.kwargs.get("keep", 0), len(cases))
+        keep = min(marker.kwargs.get("keep", 0) if marker else most, len(cases))
         kept = {round(i * (len(cases) - 1) / max(keep - 1, 1)) for i in range(keep)}
         left_out.update(case for i, case in enumerate(cases) if i not in kept)
     if left_out:
@@ -98,8 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Skip tests marked `gpu` where there is no CUDA device, and those marked `browser` where there is no chromium.
     """
-    if config.getoption("representative"):
-        leave_out_sweeps(config, items)
+    if (most := config.getoption("cases")) is not None:
+        keep_some_cases(config, items, most)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:

@@ -29,13 +29,10 @@ POLICIES: dict[str, tuple[object, dict[str, object]]] = {
 }
 RECOMPUTING = [name for name in POLICIES if name != "none"]
 
-# What `make test-fast` looks at: grouped queries, one matrix for all of attention, experts, an encoder and a decoder.
-FEW = ["llama", "gpt2", "mixtral", "t5"]
-
 
 def core_models(*, without: str | None = None) -> list[Any]:
-    """Those of `zoo.CORE` as parameters, all but a few of them slow."""
-    return [pytest.param(each, marks=[pytest.mark.slow] * (each not in FEW)) for each in zoo.CORE if each != without]
+    """Those of `zoo.CORE` as parameters."""
+    return [each for each in zoo.CORE if each != without]
 
 
 every_core_model = pytest.mark.parametrize("model_type", core_models())

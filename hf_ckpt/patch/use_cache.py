@@ -32,10 +32,11 @@ class UseCache:
     """The `use_cache` values that a model's configs, and those of the models inside it, had when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = own = stored(model, "config")
         found = (stored(module, "config") for module in modules_of(model))
         # Models that are not transformers' may have anything by that name.
         configs = {id(config): config for config in found if hasattr(config, "__dict__")}
+        # The outermost one: wrappers such as PEFT's, which have none, answer with it.
+        self._own = own = next(iter(configs.values()), None)
         # The Trainer writes the value into the model's own config even where that has none (vision-language models).
         self._found = [
             (config, vars(config).get(_NAME, _Missing))

@@ -55,6 +55,7 @@ from hf_ckpt.regions.region_graph import (
     is_asked,
     is_held_elsewhere,
     is_hooked,
+    leads_around,
     num_nodes_made,
     without_hooks,
 )
@@ -300,7 +301,9 @@ class OriginalCall:
             return
         self._has_compared_outputs = True
         self._region.end_original()
-        if has_gradients:
+        if is_now and expected is None:
+            self._end(None)
+        elif has_gradients:
             # What is late, `_compare_gradients` asks for.
             self._expected = expected or {}
             # The region lets go of its proof once it is recomputed.
@@ -396,6 +399,7 @@ class OriginalCall:
         leaves: list[Tensor],
         first_node: int,
     ) -> dict[Key, list[Fingerprint]] | None:
+        """See `_run`; None where they are left out."""
         assert self._proof is not None
         received: dict[Key, list[Fingerprint]] = {}
         numbers = [number for number in gradients if number < len(outputs) and outputs[number].requires_grad]
@@ -405,13 +409,16 @@ class OriginalCall:
         if any(map(is_hooked, {*nodes, *(node for node, _ in goals)})):
             self._note_hook()
             return None
+        weights = {node.variable for _, targets in edges for _, _, node in targets if hasattr(node, "variable")}
+        if leads_around(nodes, goals, weights):
+            self._leave_gradients_out("it has tensors, not as arguments, that come of its weights")
+            return None
         if self._is_late:
             for root, gradient in zip(roots, given, strict=True):
                 # With what the region itself adds to it.
                 hook_first(root, lambda _, whole=gradient: whole)
         for node, targets in edges:
             node.register_hook(partial(_receive_and_drop, self._proof, received, targets))
-        weights = {node.variable for _, targets in edges for _, _, node in targets if hasattr(node, "variable")}
         outputs.clear()
         if edges:
             # What a graph of its own saves, nothing asks for.
@@ -461,14 +468,12 @@ class OriginalCall:
         if self._is_late:
             if (run := self._try_run(self._inputs, self._output_gradients)) is None:
                 return
-            if self._is_hooked:
-                self._compare_gradients()
-                return
-            outputs, self._expected = run[0], run[1] or {}
+            outputs, expected = run
             # What steps in backward (an optimizer in hooks of gradients) may have changed the weights since.
-            if not self._proof.is_simulated and not all_equal(outputs, self._returned):
+            if expected is None or (not self._proof.is_simulated and not all_equal(outputs, self._returned)):
                 self._end(None)
                 return
+            self._expected = expected
         if self._proof.is_simulated:
             self._end(None)
             return

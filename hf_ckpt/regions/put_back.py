@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -21,11 +21,14 @@ CONTAINERS = (dict, list, set, deque)
 
 def copied(value: Any) -> Any:
     """Return containers as copies, so that what the original puts into them stays there."""
-    return copy.copy(value) if isinstance(value, CONTAINERS) else value
+    return copy.copy(value) if isinstance(value, (*CONTAINERS, UserDict)) else value
 
 
 def cut_off(value: Any) -> Any:
     """Return what a tuple, a list or a dictionary holds without its graph, through which no backward is to go twice."""
+    if isinstance(value, UserDict):
+        value.data = cut_off(value.data)
+        return value
     return tree_map_only(Tensor, _cut, value) if isinstance(value, tuple | list | dict) else value
 
 

@@ -22,6 +22,7 @@ Key = Hashable
 """What a gradient is for: an argument, by its place, or a weight, by its id."""
 Goals = dict[tuple[Node, int], Key]
 """What the outputs of nodes stand for: arguments of a region."""
+_CAST = "ToCopyBackward0"
 Edges = list[tuple[Node, list[tuple[int, Key, Node]]]]
 """Nodes, and which of the gradients that each returns is for what, with the node that gets it."""
 
@@ -79,6 +80,31 @@ def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[
         if targets:
             edges.append((node, targets))
     return edges, seen, earlier
+
+
+def leads_around(nodes: set[Node], goals: Goals, weights: set[Tensor]) -> bool:
+    """Whether a backward through these nodes would reach one of the weights by nodes that were there before them.
+
+    Those may belong to the backward that runs. To run such a node inside of itself hangs: torch locks it. Casts of
+    weights, which autocast keeps, are no others' nodes: they save nothing.
+    """
+    todo = [
+        following
+        for node in nodes
+        for following, number in node.next_functions
+        if following is not None and following not in nodes and (following, number) not in goals
+    ]
+    seen: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen or hasattr(node, "variable"):
+            continue
+        seen.add(node)
+        behind = [following for following, _ in node.next_functions if following is not None]
+        if node.name() != _CAST and any(getattr(each, "variable", None) in weights for each in behind):
+            return True
+        todo += behind
+    return False
 
 
 def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:

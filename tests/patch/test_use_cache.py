@@ -109,6 +109,14 @@ def test_configs_inside_a_vision_language_model_come_back_too(tmp_path: Path) ->
     assert inner == [True] * 3
 
 
+def test_config_without_the_value_has_none_after_training_an_adapter(tmp_path: Path) -> None:
+    model = get_peft_model(zoo.build("qwen2_vl").model, LoraConfig(r=2, target_modules=["q_proj"]))
+    run = trainer(model, tmp_path, HFCkptCallback("full", skip_frozen=True), max_steps=1)
+    run.train_dataset = [{name: tokens % 20 + zoo.FIRST_TOKEN for name, tokens in text.items()} for text in rows(4)]
+    run.train()
+    assert not hasattr(model.base_model.model.config, "use_cache")
+
+
 def test_base_model_of_an_adapter_gets_its_value_back(tmp_path: Path) -> None:
     model = lora()
     seen = watch(model.base_model.model)

@@ -21,6 +21,7 @@ from hf_ckpt.regions import original_proof, recompute, segments
 from hf_ckpt.regions.execution_state import is_extra_run
 from hf_ckpt.regions.recompute import Call
 from hf_ckpt.regions.selective import selective_recompute
+from tests import exactness, plain_models
 from tests.regions.test_value_proof import OPTIONS, backward, batch
 from tests.training import llama, lora, trainer, weights
 
@@ -664,3 +665,50 @@ def test_what_an_original_changes_before_it_fails_is_put_back(caplog: pytest.Log
     assert "could not be held against its own forward" in caplog.text
     # The forward and its recomputation.
     assert len(mlp.calls) == 2
+
+
+# --- Graphs that are not the original's own. ---
+
+
+class Reusing(plain_models.Block):
+    """Uses a weight as it is, and what was made of it before the layer ran."""
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        return super().forward(hidden * self.norm.weight * self.made)
+
+
+class MadeBefore(plain_models.Decoder):
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        for block in self.blocks:
+            block.made = torch.exp(block.norm.weight)
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("mode", ["full", "ffn", "selective"])
+def test_what_was_made_of_a_weight_before_the_layer_is_gone_through_once(mode: str) -> None:
+    case = plain_models.case(MadeBefore([Reusing() for _ in range(3)]))
+    expected = exactness.step(case)
+    with hf_ckpt.apply(case.model, mode):
+        assert exactness.differences(expected, exactness.step(case)) == []
+
+
+class Collecting(plain_models.Block):
+    """Keeps what it returns where only it looks, and adds what is there: of the layers before, and in vain its own."""
+
+    def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        hidden = super().forward(hidden + sum(self.seen[-1:]))
+        self.seen.append(hidden)
+        return hidden
+
+
+def test_a_backward_through_the_graph_that_runs_is_not_begun() -> None:
+    case = plain_models.case(plain_models.Decoder([Collecting() for _ in range(3)]))
+    seen = type(
+        "Seen", (), {"__getitem__": lambda self, at: held[at], "append": lambda self, each: held.append(each)}
+    )()
+    held: list[Tensor] = []
+    for block in case.model.blocks:
+        object.__setattr__(block, "seen", seen)
+    # What runs again adds itself up: no plan makes this exact. It ends, with an error, and does not hang.
+    with hf_ckpt.apply(case.model, "full"), pytest.raises((hf_ckpt.UnsupportedError, PlanMismatchError)):
+        exactness.step(case)

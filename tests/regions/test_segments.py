@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_ckpt
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from tests import exactness, plain_models, zoo
 from tests.exactness import every_policy
 
@@ -28,7 +29,7 @@ def order_of_recomputation(case: zoo.Case) -> list[int]:
     order: list[int] = []
 
     def note(idx: int) -> Callable[..., None]:
-        return lambda *_: order.append(idx) if torch._C._current_graph_task_id() != -1 else None
+        return lambda *_: order.append(idx) if is_in_backward() and not is_extra_run() else None
 
     hooks = [block.norm.register_forward_pre_hook(note(idx)) for idx, block in enumerate(case.model.blocks)]
     exactness.step(case)

@@ -210,4 +210,6 @@ def test_first_step_costs_at_most_a_fifth_more_than_a_forward_more(mode: str) ->
     forward = flops(has_backward=False)
     with hf_ckpt.apply(model, mode, tiles=4, head="chunked"):
         first, later = flops(), flops()
-    assert 0 < (first - later) / forward <= 1.2
+    # Under `full` one layer runs as it was before the plan, too.
+    original = 1 / len(model.model.layers) if mode == "full" else 0
+    assert 0 < (first - later) / forward <= 1.2 + original
