@@ -720,7 +720,9 @@ def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> N
     placed = [number for number in now if number not in before and number not in linked and _is_in_force(number, now)]
     hooks.clear()
     wanted = {*kept, *gone}
-    hooks.update((number, now[number] if number in kept else hook) for number, hook in before.items() if number in wanted)
+    hooks.update(
+        (number, now[number] if number in kept else hook) for number, hook in before.items() if number in wanted
+    )
     hooks.update((number, now[number]) for number in linked)
     for new, old in zip(placed, gone, strict=False):
         hook = hooks[old]

@@ -379,7 +379,8 @@ class Call:
             given.update((place, copy.copy(value)) for place, value in self._dicts.items())
         with nullcontext() if self._in_parts else self.state.as_in_forward(), untransformed(), ConcurrentRun():
             if self.has_run and not self._in_parts:
-                given = _aliased(given)
+                aliases: dict[int, Tensor] = {}
+                given = {place: _aliased(aliases, value) for place, value in given.items()}
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
             returned = self._function(*args, **kwargs)
@@ -411,23 +412,18 @@ class Call:
         return names[number] if number < len(names) else f"number {number + 1}"
 
 
-def _aliased(given: dict[int | str, Any]) -> dict[int | str, Any]:
-    """Return the arguments of a recomputation: in the place of tensors with a graph, others that lead nowhere.
+def _aliased(aliases: dict[int, Tensor], value: Any) -> Any:
+    """Return an argument of a recomputation: in the place of tensors with a graph, others that no backward comes to.
 
     Hooks on gradients that a forward places on what it is given are there already. Those of its recomputation are to
-    act on nothing.
+    act on nothing. `aliases` has those of the call by the `id` of the tensors: layers may ask whether two are one.
     """
-    aliases: dict[int, Tensor] = {}
-
-    def alias(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            # One for each: layers may ask whether two are one.
-            if id(value) not in aliases:
-                aliases[id(value)] = _alias(value) if value.requires_grad else value
-            return aliases[id(value)]
-        return tree_map_only(Tensor, alias, value) if _needs_gradient(value) else value
-
-    return {place: alias(value) for place, value in given.items()}
+    if isinstance(value, Tensor):
+        if value.requires_grad and id(value) not in aliases:
+            # A leaf or none, as in the forward: only a leaf takes some hooks, and only what is none may be written to.
+            aliases[id(value)] = value.detach().requires_grad_() if value.is_leaf else value.view_as(value)
+        return aliases.get(id(value), value)
+    return tree_map_only(Tensor, partial(_aliased, aliases), value) if _needs_gradient(value) else value
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -435,11 +431,6 @@ def _needs_gradient(value: Any) -> bool:
         return value.requires_grad
     items = value.values() if isinstance(value, dict | UserDict) else value if isinstance(value, tuple | list) else ()
     return any(map(_needs_gradient, items))
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    # A leaf or none, as in the forward: only a leaf takes some of the hooks, and only what is none may be written to.
-    return tensor.detach().requires_grad_() if tensor.is_leaf else tensor.view_as(tensor)
 
 
 def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tensor]]:

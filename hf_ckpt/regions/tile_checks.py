@@ -155,7 +155,8 @@ def _differ(expected: Tensor, got: Tensor) -> Tensor:
     # A position whose norm is next to nothing need not agree in any digit.
     scale = norms + 0.1 * norms.mean()
     is_off = ((one - other).norm(dim=-1) > tolerance * scale) & scale.isfinite()
-    return is_off.float().mean() > 0.5
+    most: Tensor = is_off.float().mean() > 0.5
+    return most
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype:

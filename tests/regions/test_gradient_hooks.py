@@ -117,9 +117,7 @@ def run(kind: str, policy: tuple[Any, dict[str, Any]] | None, *, factor: float =
         return gradient * factor
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=24, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2
-    )
+    config = LlamaConfig(vocab_size=24, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2)
     model = LlamaForCausalLM(config).train()
     KINDS[kind](model, note)
     if policy is not None:
@@ -157,9 +155,7 @@ def test_tiles_hand_a_weights_gradient_to_its_hooks_once(policy: str, kind: str)
 @pytest.mark.parametrize("place", ["tensor", "full backward", "full backward pre"])
 def test_tiles_refuse_hooks_that_make_a_position_depend_on_others(place: str, first_step: int) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=24, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
+    config = LlamaConfig(vocab_size=24, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     model = LlamaForCausalLM(config).train()
 
     def place_hook(linear: nn.Module, factor: Callable[[Tensor], Tensor]) -> Any:

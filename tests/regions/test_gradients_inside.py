@@ -128,9 +128,7 @@ def test_a_forward_may_begin_to_take_gradients_later(policy: str) -> None:
 def test_what_is_saved_is_held_in_the_forward_only() -> None:
     """A region that takes gradients keeps no more for its backward than any other."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=24, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
+    config = LlamaConfig(vocab_size=24, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     model = LlamaForCausalLM(config).train()
     shapes: list[int] = []
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import hf_ckpt
 from hf_ckpt import UnsupportedError
@@ -306,3 +307,90 @@ def test_evaluation_runs_whole() -> None:
         with torch.no_grad():
             case.model.train()(**case.inputs)
     assert forward["model.layers.1.mlp.up_proj"] == 2
+
+
+# --- What comes later than the first slice, and the first step. ---
+
+
+def centred(output: Tensor) -> Tensor:
+    return output - 0.5 * output.mean(1, keepdim=True)
+
+
+def cumulated(output: Tensor) -> Tensor:
+    return output.cumsum(1)
+
+
+def shifted(output: Tensor) -> Tensor:
+    return output + output.roll(1, dims=1)
+
+
+@pytest.mark.sweep(keep=3)
+@pytest.mark.parametrize("mix", [centred, cumulated, shifted])
+@pytest.mark.parametrize("place", ["hook", "switch"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_module_that_mixes_positions_later_is_refused(
+    policy: str, place: str, mix: Callable[[Tensor], Tensor]
+) -> None:
+    case = llama()
+    mlp = case.model.model.layers[1].mlp
+    found = mlp.forward
+    mlp.mixes = False
+    mlp.forward = lambda hidden: mix(found(hidden)) if mlp.mixes else found(hidden)
+    with hf_ckpt.apply(case.model, policy, tiles=3):
+        for _ in range(2):
+            exactness.step(case)
+        if place == "hook":
+            mlp.down_proj.register_forward_hook(lambda module, given, output: mix(output))
+        else:
+            mlp.mixes = True
+        with pytest.raises(UnsupportedError, match="other values alone"):
+            exactness.step(case)
+
+
+class Pooled(plain_models.Mlp):
+    """Sends rare tokens to an expert that is none of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rare = (hidden[..., 0].detach() > 2).nonzero(as_tuple=True)
+        output = super().forward(hidden)
+        return output.index_put(rare, _SHARED(hidden[rare]), accumulate=True) if len(rare[0]) else output
+
+
+_SHARED = nn.Linear(plain_models.WIDTH, plain_models.WIDTH)
+
+
+@pytest.mark.parametrize("place", [0, 10, 19])
+def test_a_foreign_weight_is_found_in_whichever_slice_it_is_used(place: int) -> None:
+    hidden = torch.randn(2, 20, plain_models.WIDTH).clamp(max=1)
+    hidden[0, place, 0] = 3
+    with pytest.raises(UnsupportedError, match="neither its own parameter nor its argument"):
+        run_tiled(Tiling(4), Pooled(), None, hidden.requires_grad_())
+
+
+class Uneven(plain_models.Mlp):
+    """Returns something else for rare tokens."""
+
+    def __init__(self, instead: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.instead = instead
+
+    def forward(self, hidden: Tensor) -> Any:
+        output = super().forward(hidden)
+        return (output, self.instead(output) if (hidden > 2).any() else output)
+
+
+@pytest.mark.parametrize("instead", [lambda output: None, lambda output: output.double()])
+def test_slices_that_return_different_things_are_refused(instead: Callable[[Tensor], Any]) -> None:
+    hidden = torch.randn(2, 20, plain_models.WIDTH).clamp(max=1)
+    hidden[0, 15] = 3
+    with pytest.raises(UnsupportedError, match="its slices return different things"):
+        run_tiled(Tiling(4), Uneven(instead), None, hidden)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("compute", [nn.utils.weight_norm, lambda x: prune.l1_unstructured(x, "weight", 0.3)])
+def test_a_weight_that_a_hook_computes_is_named(compute: Callable[[nn.Module], Any]) -> None:
+    module = plain_models.Mlp()
+    compute(module.up)
+    with pytest.raises(UnsupportedError, match=r"up\.weight is computed anew each time .*prune and weight_norm"):
+        run_tiled(Tiling(4), module, None, torch.randn(2, 20, plain_models.WIDTH, requires_grad=True))

@@ -61,7 +61,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> Tensor | None:
 
 
 def is_seen_as_it_is(module: Any) -> bool:
-    """Whether the hooks of `watch_linears` are still the innermost: others' may be placed inside of them at any time."""
+    """Whether the hooks of `watch_linears` are the innermost: others may place theirs inside of them at any time."""
     attributes = module.__dict__
     for hook in reversed(attributes["_forward_pre_hooks"].values()):
         if hook is _enter:
