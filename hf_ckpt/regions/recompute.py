@@ -339,8 +339,7 @@ class Call:
 
     `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
     the modules that the function runs. The first run is the forward, unless `has_run` says that there was one.
-    `in_parts`: each run is of other tensors, and a backward goes through it; the caller enters the state around those of
-    the forward.
+    `in_parts`: each run is of other tensors, and a backward goes through it; the caller enters the state around them.
     """
 
     __slots__ = ("_arguments", "_dicts", "_function", "_given", "_in_parts", "_places", "has_run", "state")
@@ -359,6 +358,10 @@ class Call:
         self._given = GivenState({**rest, **self._dicts} if self._dicts else rest)
         self.has_run = False
         self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
+
+    def runs(self, function: Function) -> bool:
+        """Whether the call is one of this function."""
+        return getattr(self._function, "func", self._function) is function
 
     @property
     def others(self) -> list[Any]:

@@ -116,8 +116,9 @@ class HeadCall:
             )
         if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
-                "The logits that head: chunked put off are asked for after the head's weights have changed (an optimizer "
-                "step), or its buffers, so that they would come out different. Use them before, or leave head: chunked out."
+                "The logits that head: chunked put off are asked for after the head's weights have changed (an "
+                "optimizer step), or its buffers, so that they would come out different. Use them before, or leave "
+                "head: chunked out."
             )
 
     def is_gathered_by_itself(self) -> bool:
