@@ -130,7 +130,7 @@ def run(kind: str, policy: tuple[Any, dict[str, Any]] | None, *, factor: float =
     return found, len(calls)
 
 
-@pytest.mark.sweep(keep=20)
+@pytest.mark.sweep(keep=12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hooks_run_as_often_as_without_a_plan(policy: str, kind: str) -> None:

@@ -111,7 +111,7 @@ def check(inside: str, policy: str, **options: Any) -> None:
         assert one is other is None or (one is not None and other is not None and torch.equal(one, other))
 
 
-@pytest.mark.sweep(keep=14)
+@pytest.mark.sweep(keep=8)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("policy", POLICIES)
