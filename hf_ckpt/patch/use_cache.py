@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.regions.execution_state import is_in_backward, is_started_again
 from hf_ckpt.structure.layers import Stack, modules_of
 from hf_ckpt.structure.stored import stored
 
@@ -234,7 +234,7 @@ class SharedIndexCheck:
         self._handles.clear()
 
     def _note(self, layer: nn.Module, path: str, module: Any, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        if kwargs is None or not self._running or is_in_backward():
+        if kwargs is None or not self._running or is_in_backward() or is_started_again():
             return
         # Looped models hand a module the number of the round, or its index.
         numbers = [item for item in (*enumerate(args), *kwargs.items()) if type(item[1]) is int]

@@ -102,6 +102,7 @@ class _Nested(threading.local):
 
 _RECOMPUTING = _Nested()
 _EXTRA_RUN = _Nested()
+_STARTED_AGAIN = _Nested()
 
 
 def recomputing() -> AbstractContextManager[None]:
@@ -122,6 +123,16 @@ def extra_run() -> AbstractContextManager[None]:
 def is_extra_run() -> bool:
     """Whether what runs in this thread does so for a check only."""
     return _EXTRA_RUN.depth > 0
+
+
+def started_again() -> AbstractContextManager[None]:
+    """A forward runs from the start in the block that was left half-way; see `recompute.holding_if_needed`."""
+    return _STARTED_AGAIN
+
+
+def is_started_again() -> bool:
+    """Whether what runs in this thread may have run half-way before, in the same forward."""
+    return _STARTED_AGAIN.depth > 0
 
 
 def runs_again() -> bool:

@@ -12,8 +12,8 @@ values of some trainable weights. Those values reveal optimizers that write past
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
-from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.regions.fingerprints import Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
@@ -53,13 +52,14 @@ class ModuleState:
     """Reads the state below one module whose forward is a region; lives on that module, and is copied with it.
 
     `path` is that of the module, for messages; `errors` are those of the plan; `num_steps` counts the steps of the
-    optimizer, if somebody sets it.
+    optimizer, if somebody sets it; `takes_gradients` says whether a forward has taken a gradient inside of itself.
     """
 
     def __init__(self, path: str, errors: PendingErrors) -> None:
         self.path = path
         self.errors = errors
         self.num_steps = 0
+        self.takes_gradients = False
         self._shards: Sequence[Values] = ()
         self._layout: _Layout | None = None
         self._fingerprints: dict[int, tuple[tuple[int, int], Fingerprint | None]] = {}
@@ -155,11 +155,10 @@ _Change = Callable[[], Callable[[], None]]
 class CallState:
     """The state of the modules of one call of a region, as it was when the call's first run ended.
 
-    `function` is a method of a module, or a function that takes the module as an argument. Where `is_sliced`, the first
-    runs are those of slices, of which each is the forward.
+    `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_module", "_note", "_state", "is_sliced")
+    __slots__ = ("_module", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -170,12 +169,30 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
-        self.is_sliced = False
+        self._takes_gradients = False
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether a forward of the module is known to take a gradient inside of itself."""
+        return self._takes_gradients if self._state is None else self._state.takes_gradients
+
+    @takes_gradients.setter
+    def takes_gradients(self, value: bool) -> None:
+        self._takes_gradients = value
+        if self._state is not None:
+            self._state.takes_gradients = value
 
     @property
     def path(self) -> str | None:
         """The path of the module, for messages; None if it is no region of a plan."""
         return None if self._state is None else self._state.path
+
+    def add_error(self, is_wrong: Tensor, refuse: Callable[[], None]) -> None:
+        """Have `refuse` called if a boolean of a device is true; see `PendingErrors`."""
+        if self._state is not None:
+            self._state.errors.add(is_wrong, refuse)
+        elif bool(is_wrong):
+            refuse()
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
@@ -189,27 +206,23 @@ class CallState:
             return
         me = state.enter()
         try:
-            if self._note is None and self.is_sliced and is_extra_run():
-                # A check before the first slice.
-                modules = state.layout(self._module).held
-                with modules.as_in_forward(modules.note(), modules.look(), _refusing(state), is_shared=False):
-                    yield
-            elif self._note is not None and self.is_sliced and not (is_in_backward() or is_extra_run()):
-                # Slices after the second are as it is.
-                self.is_sliced = False
-                with state.layout(self._module).held.unchanged(partial(_refuse_slices, state)):
-                    yield
-            elif self._note is None:
+            if self._note is None:
                 layout = state.layout(self._module)
                 before, held = layout.identities(), layout.held.note()
                 yield
                 layout.held.end_forward(held)
                 self._note = _Note(state, layout, before, held)
             else:
-                with self._note.restored(state):
+                with self._note.restored(state), gradient_hooks_put_back(self._note.weights()):
                     yield
         finally:
             state.leave(me)
+
+    def unwritten(self) -> AbstractContextManager[None]:
+        """Refuse what the block writes for later: each slice would."""
+        if self._state is None:
+            return nullcontext()
+        return self._state.layout(self._module).held.unchanged(partial(_refuse_slices, self._state))
 
 
 class _Layout:
@@ -387,6 +400,10 @@ class _Note:
             entered.enter_context(held.as_in_forward(found, now, _refusing(state), is_shared=is_shared))
             yield
 
+    def weights(self) -> list[Any]:
+        """Return the tensors of the modules, trainable ones among them."""
+        return self._layout.tensors()
+
     def _changes(self, state: ModuleState, tensors: Sequence[Any]) -> list[_Change]:
         """Return what restores the flags and hooks that have changed since."""
         layout = self._layout
@@ -506,6 +523,97 @@ def _put_hooks_back(hooks: Sequence[dict[int, Any]], found: Sequence[dict[int, A
     for place, before in zip(hooks, found, strict=True):
         place.clear()
         place.update(before)
+
+
+# --- Hooks on the gradients of weights. ---
+
+
+@contextmanager
+def gradient_hooks_put_back(tensors: Iterable[Any]) -> Iterator[None]:
+    """Let the hooks on the gradients of trainable tensors be, when the block ends, those that were there before it.
+
+    For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
+    """
+    weights = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    before = list(map(_gradient_hooks, weights))
+    try:
+        yield
+    finally:
+        if (after := list(map(_gradient_hooks, weights))) != before:
+            for weight, *pair in zip(weights, before, after, strict=True):
+                for hooks, found, now in zip(_GRADIENT_HOOKS(weight), *pair, strict=True):
+                    if found != now:
+                        _put_gradient_hooks_back(hooks, dict(found))
+
+
+@contextmanager
+def gradient_hooks_away(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Take the hooks on the gradients of weights away for the block: autograd calls them for parts of one as well."""
+    found: list[tuple[Any, dict[int, Any]]] = [
+        (hooks, dict(hooks)) for weight in weights if (hooks := weight._backward_hooks)
+    ]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in found:
+            hooks.update(before)
+
+
+_GRADIENT_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _gradient_hooks(weight: Tensor) -> tuple[tuple[tuple[int, Any], ...], ...]:
+    one, other = _GRADIENT_HOOKS(weight)
+    return tuple(one.items()) if one else (), tuple(other.items()) if other else ()
+
+
+def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """Take off what was placed, and put back what was taken off.
+
+    A forward may exchange the hook that it placed the last time. Then it goes on with the handle of the new one, or
+    with the old one's if that is put back: either takes off both.
+    """
+    now = dict(hooks)
+    kept = {number for number in before if _is_in_force(number, now)}
+    gone = [number for number in before if number not in kept and _is_in_force(number, before)]
+    # A run inside of the block may have exchanged hooks, which were put back.
+    linked = {other for number in kept for other in getattr(now[number], "numbers", ())}
+    placed = [number for number in now if number not in before and number not in linked and _is_in_force(number, now)]
+    hooks.clear()
+    wanted = {*kept, *gone}
+    hooks.update(
+        (number, now[number] if number in kept else hook) for number, hook in before.items() if number in wanted
+    )
+    hooks.update((number, now[number]) for number in linked)
+    for new, old in zip(placed, gone, strict=False):
+        hook = hooks[old]
+        numbers = (*(hook.numbers if isinstance(hook, _Exchanged) else (old,)), new)
+        for number in numbers:
+            hook = hooks.get(number)
+            hooks[number] = _Exchanged(hook.hook if isinstance(hook, _Exchanged) else hook, hooks, numbers)
+
+
+def _is_in_force(number: int, hooks: dict[int, Any]) -> bool:
+    hook = hooks.get(number)
+    return number in hooks and (not isinstance(hook, _Exchanged) or all(each in hooks for each in hook.numbers))
+
+
+class _Exchanged:
+    """A hook that has several handles: among the `hooks`, an entry for each of the `numbers`, of which one has `hook`.
+
+    It acts as long as all of them are there.
+    """
+
+    def __init__(self, hook: Any, hooks: dict[int, Any], numbers: tuple[int, ...]) -> None:
+        self.hook = hook
+        self._hooks = hooks
+        self.numbers = numbers
+
+    def __call__(self, given: Tensor) -> Any:
+        is_whole = self.hook is not None and all(number in self._hooks for number in self.numbers)
+        return self.hook(given) if is_whole else None
 
 
 def _copied_hooks(hooks: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:

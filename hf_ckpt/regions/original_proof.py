@@ -41,11 +41,12 @@ from hf_ckpt.regions.execution_state import (
     module_of,
 )
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, is_plain, largest_distance, relative_distance
-from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.regions.module_state import CallState, gradient_hooks_put_back
 from hf_ckpt.regions.put_back import copied, cut_off
 from hf_ckpt.regions.recompute import arguments_of, belongs_to_graph
 from hf_ckpt.regions.region_graph import (
     Goals,
+    HooksNoted,
     Key,
     acts_in_backward,
     edges_of,
@@ -53,6 +54,7 @@ from hf_ckpt.regions.region_graph import (
     hook_first,
     is_asked,
     is_held_elsewhere,
+    is_hooked,
     leads_around,
     num_nodes_made,
     without_hooks,
@@ -61,6 +63,7 @@ from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.regions.tiling import run_tiled
 from hf_ckpt.regions.value_proof import (
     ALLOWED,
+    KEEP,
     MOST_RUNS,
     CallProof,
     RegionProof,
@@ -202,6 +205,10 @@ class OriginalCall:
         # Of one output all has come before the region is recomputed. Of several, one may be used in the region too.
         self._is_late = len(numbers) > 1
 
+    def _note_hook(self) -> None:
+        # It would act a second time: on what it counts, logs or averages.
+        self._is_hooked = True
+
     def _leave_gradients_out(self, why: str) -> None:
         logger.info("%s: gradients are not held against the original's, as %s.", self._region.path, why)
 
@@ -283,6 +290,7 @@ class OriginalCall:
         if (run := self._try_run(tensors, self._output_gradients if is_now else None)) is None:
             return
         outputs, expected = run
+        has_gradients = has_gradients and not self._is_hooked
         if not self._has_compared_outputs and (fault := self._fault_of_values(tensors, outputs)) is not None:
             self.fault = fault
             # What passes through is not recomputed, which would show more.
@@ -344,7 +352,7 @@ class OriginalCall:
                 entered.enter_context(_disable_current_modes())
             outputs, goals, leaves, first_node = self._run_forward(tensors, keeps=gradients is not None)
             found = self._proof.fingerprints(outputs, has_sketch=True)
-            if gradients is None:
+            if gradients is None or self._is_hooked:
                 return found, None
             # Where a region is recomputed, autocast is that of its forward.
             with self._autocast_of_backward.restored():
@@ -357,7 +365,9 @@ class OriginalCall:
             for context in (
                 self._randomness.brought_back(),
                 self._autocast.restored(),
-                saved_tensors_hooks(*(_KEEP if keeps else _DROP)),
+                gradient_hooks_put_back(self._module.parameters()),
+                HooksNoted(self._note_hook),
+                saved_tensors_hooks(*(KEEP if keeps or self.state.takes_gradients else _DROP)),
                 self.state.as_in_forward(),
             ):
                 entered.enter_context(context)
@@ -392,6 +402,9 @@ class OriginalCall:
         roots = [outputs[number] for number in numbers]
         given = [gradients[number] for number in numbers]
         edges, nodes, _ = edges_of(roots, goals, first_node)
+        if any(map(is_hooked, {*nodes, *(node for node, _ in goals)})):
+            self._note_hook()
+            return None
         weights = {node.variable for _, targets in edges for _, _, node in targets if hasattr(node, "variable")}
         if leads_around(nodes, goals, weights):
             self._leave_gradients_out("it has tensors, not as arguments, that come of its weights")
@@ -442,11 +455,13 @@ class OriginalCall:
         )
 
     def _compare_gradients(self) -> None:
-        if self._expected is None or self._proof is None:
+        if self._proof is None:
             return
         if self._is_hooked:
-            self._leave_gradients_out("hooks of others change those of its outputs")
+            self._leave_gradients_out("hooks on them act inside of it, or on its outputs")
             self._end(None)
+            return
+        if self._expected is None:
             return
         if self._is_late:
             if (run := self._try_run(self._inputs, self._output_gradients)) is None:
@@ -572,14 +587,4 @@ def _has_tiles(module: nn.Module | None) -> bool:
     return any(isinstance(forward, partial) and forward.func is run_tiled for forward in forwards)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    # A node that holds its own output would keep itself alive for ever.
-    return tensor.detach()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-_KEEP = _detached, _as_it_is
 _DROP = drop, never_unpack

@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ from hf_ckpt.regions.execution_state import (
     module_of,
     recomputing,
     refuse_transforms,
+    started_again,
     tensors_in,
     untransformed,
 )
@@ -58,7 +61,7 @@ def _recompute_eagerly(proof: RegionProof | None, function: Function, *args: Any
     refuse_transforms()
     call, tensors = split_call(function, args)
     return run_watched(
-        proof, function, args, tensors, lambda call_proof: run_checkpointed(call_proof, call, call.run, tensors)
+        proof, function, args, call, tensors, lambda call_proof: run_checkpointed(call_proof, call, call.run, tensors)
     )
 
 
@@ -66,26 +69,30 @@ def run_watched(
     proof: RegionProof | None,
     function: Function,
     args: Sequence[Any],
+    call: Call,
     tensors: Sequence[Tensor],
     run: Callable[[CallProof | None], Any],
 ) -> Any:
     """Return what `run` returns, and check its graph; `run` gets the proof of this call, or None if none is due."""
     call_proof = None if proof is None else proof.start_call(function, tensors)
-    returned = run(call_proof)
+    returned = holding_if_needed(call, partial(run, call_proof))
     if call_proof is not None:
         call_proof.check_graph(function, args, returned)
     return returned
 
 
 def run_checkpointed(proof: CallProof | None, call: Call, run: Function, tensors: Sequence[Any], **options: Any) -> Any:
-    """Run `run(*tensors)`, which runs `call`, under torch's checkpoint; to the end again where `proof` needs that."""
+    """Run `run(*tensors)`, which runs `call`, under torch's checkpoint; to the end again where `proof` needs that.
+
+    Raises `GradientInside`: see `holding_if_needed`.
+    """
     # Entered before the checkpoint reads the state of the generators.
     with ConcurrentRun():
         if proof is not None:
             options["early_stop"] = not proof.runs_to_end
             run = partial(proof.run, run)
         witnesses = device_witnesses(tensors, call.others)
-        forward = _Forward(run, len(witnesses))
+        forward = _Forward(run, len(witnesses), holds=call.state.takes_gradients)
         given = (*witnesses, *tensors)
         return forward.end(checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True, **options))
 
@@ -95,11 +102,15 @@ class _Forward:
 
     Before 2.13 torch leaves it only when the error's traceback is gone. Until then the checkpoint's hooks take what
     others save; then the hooks that are innermost at that moment are removed, whosever they are.
+
+    With `holds`, what the forward saves is there until it ends.
     """
 
-    def __init__(self, run: Function, num_witnesses: int) -> None:
+    def __init__(self, run: Function, num_witnesses: int, *, holds: bool) -> None:
         self._run = run
         self._num_witnesses = num_witnesses
+        self._holds = holds
+        self._has_begun = False
         self._is_forward = True
         self._error: BaseException | None = None
 
@@ -108,8 +119,13 @@ class _Forward:
         if not self._is_forward:
             with recomputing():
                 return self._run(*tensors)
+        if self._has_begun:
+            # The generators are as they were when the forward began: torch has brought them back.
+            raise GradientInside(RandomState.of(*given))
+        self._has_begun = True
         try:
-            return self._run(*tensors)
+            with held_saved_tensors() if self._holds else nullcontext():
+                return self._run(*tensors)
         except BaseException as error:  # noqa: BLE001  # `end` raises it
             self._error = error
 
@@ -123,6 +139,76 @@ class _Forward:
                 # Its traceback has this object, and with it all that the forward has made.
                 self._error = None
         return returned
+
+
+# --- Gradients that a forward takes inside of itself. ---
+
+
+class GradientInside(BaseException):
+    """A forward takes a gradient inside of itself, of what its region has let go. No error: code inside is to miss it.
+
+    Test-time training and energy blocks do so. `random_state` is that of when the forward began.
+    """
+
+    def __init__(self, random_state: RandomState) -> None:
+        super().__init__("a forward takes a gradient inside of itself")
+        self.random_state = random_state
+
+
+def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, which runs `call` for the first time.
+
+    If the call takes a gradient inside of itself, its region runs once more from the start, and from then on holds what
+    it saves until its forward ends: a recomputation inside of the forward would take what is kept for the backward.
+    """
+    holds = call.state.takes_gradients
+    try:
+        return run()
+    except GradientInside as found:
+        if holds:
+            raise
+        random_state = found.random_state
+    call.state.takes_gradients = True
+    random_state.restore()
+    with started_again():
+        return run()
+
+
+@contextmanager
+def held_saved_tensors() -> Iterator[None]:
+    """Hold what autograd saves in the block until its end, besides what the region's hooks make of it."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    held: list[weakref.ref[_Held]] = []
+
+    def pack_and_hold(tensor: Tensor) -> _Held:
+        # Detached: a node that holds its own output would keep itself alive for ever.
+        found = _Held(pack(tensor), tensor.detach())
+        held.append(weakref.ref(found))
+        return found
+
+    def unpack_held(found: _Held) -> Tensor:
+        tensor: Tensor = unpack(found.packed) if found.tensor is None else found.tensor
+        return tensor
+
+    # In their place, not on top: see `_without_hooks_of_region`.
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(pack_and_hold, unpack_held)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for each in held:
+            if (found := each()) is not None:
+                found.tensor = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Held:
+    """What hooks have made of a tensor, and the tensor as long as it is held."""
+
+    packed: Any
+    tensor: Tensor | None
 
 
 def run_region(region: Function, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
@@ -153,10 +239,11 @@ def recompute_around(kept: KeptModules, function: Function, *args: Any, proof: R
     """
     refuse_transforms()
     call, tensors = split_call(function, args)
-    run = partial(_ModuleOutputs().run, kept, call)
-    return run_watched(
-        proof, function, args, tensors, lambda call_proof: run_checkpointed(call_proof, call, run, tensors)
-    )
+
+    def run(call_proof: CallProof | None) -> Any:
+        return run_checkpointed(call_proof, call, partial(_ModuleOutputs().run, kept, call), tensors)
+
+    return run_watched(proof, function, args, call, tensors, run)
 
 
 def run_kept(kept: KeptModules, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
@@ -253,21 +340,29 @@ class Call:
 
     `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
     the modules that the function runs. The first run is the forward, unless `has_run` says that there was one.
+    `in_parts`: each run is of other tensors, and a backward goes through it; the caller enters the state around them.
     """
 
-    __slots__ = ("_arguments", "_dicts", "_function", "_given", "_places", "has_run", "state")
+    __slots__ = ("_arguments", "_dicts", "_function", "_given", "_in_parts", "_places", "has_run", "state")
 
-    def __init__(self, function: Function, arguments: dict[int | str, Any], places: list[int | str]) -> None:
+    def __init__(
+        self, function: Function, arguments: dict[int | str, Any], places: list[int | str], *, in_parts: bool = False
+    ) -> None:
         rest = {place: None if place in places else value for place, value in arguments.items()}
         self._function = function
         self._arguments = rest
         self._places = places
+        self._in_parts = in_parts
         # Layers hand keys and values on in a dictionary (gemma3n). Each recomputation gets it as it was before the
         # forward, and what it writes there reaches nobody.
         self._dicts = {place: copy.copy(value) for place, value in rest.items() if isinstance(value, dict | UserDict)}
         self._given = GivenState({**rest, **self._dicts} if self._dicts else rest)
         self.has_run = False
         self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
+
+    def runs(self, function: Function) -> bool:
+        """Whether the call is one of this function."""
+        return getattr(self._function, "func", self._function) is function
 
     @property
     def others(self) -> list[Any]:
@@ -286,9 +381,12 @@ class Call:
         if self.has_run:
             self._check_unchanged()
             given.update((place, copy.copy(value)) for place, value in self._dicts.items())
-        args = [value for place, value in given.items() if isinstance(place, int)]
-        kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-        with self.state.as_in_forward(), untransformed(), ConcurrentRun():
+        with nullcontext() if self._in_parts else self.state.as_in_forward(), untransformed(), ConcurrentRun():
+            if self.has_run and not self._in_parts:
+                aliases: dict[int, Tensor] = {}
+                given = {place: _aliased(aliases, value) for place, value in given.items()}
+            args = [value for place, value in given.items() if isinstance(place, int)]
+            kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
             returned = self._function(*args, **kwargs)
         if not self.has_run:
             self.has_run = True
@@ -316,6 +414,27 @@ class Call:
         names = [] if module is None else list(inspect.signature(type(module).forward).parameters)[1:]
         number = place - (module is not None and positional[0] is module)
         return names[number] if number < len(names) else f"number {number + 1}"
+
+
+def _aliased(aliases: dict[int, Tensor], value: Any) -> Any:
+    """Return an argument of a recomputation: in the place of tensors with a graph, others that no backward comes to.
+
+    Hooks on gradients that a forward places on what it is given are there already. Those of its recomputation are to
+    act on nothing. `aliases` has those of the call by the `id` of the tensors: layers may ask whether two are one.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad and id(value) not in aliases:
+            # A leaf or none, as in the forward: only a leaf takes some hooks, and only what is none may be written to.
+            aliases[id(value)] = value.detach().requires_grad_() if value.is_leaf else value.view_as(value)
+        return aliases.get(id(value), value)
+    return tree_map_only(Tensor, partial(_aliased, aliases), value) if _needs_gradient(value) else value
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    items = value.values() if isinstance(value, dict | UserDict) else value if isinstance(value, tuple | list) else ()
+    return any(map(_needs_gradient, items))
 
 
 def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
+from hf_ckpt.regions.module_state import gradient_hooks_away
 from hf_ckpt.regions.put_back import put_back
 
 Key = Hashable
@@ -128,6 +130,36 @@ def is_asked(node: Node) -> bool:
         return False
 
 
+def is_hooked(node: Node) -> bool:
+    """Whether somebody has placed a hook on a node itself. Those on the tensor that it made are not seen."""
+    for register in (node.register_hook, node.register_prehook):
+        # The handle of one more hook leads to all of them.
+        handle: Any = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _nothing(*gradients: Any) -> None:
+    return None
+
+
+class HooksNoted(TorchFunctionMode):
+    """Tells of each hook that is placed on the gradient of a tensor while it is entered."""
+
+    def __init__(self, on_hook: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_hook = on_hook
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            self._on_hook()
+        return function(*args, **(kwargs or {}))
+
+
 def hook_first(tensor: Tensor, hook: Any) -> None:
     """Place a gradient hook before those that are there."""
     hooks: Any = tensor._backward_hooks
@@ -164,20 +196,13 @@ def without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
     Their gradients too, and what else is set on them: functions of others may do so by hand.
     """
     attributes = [(weight, dict(vars(weight))) for weight in weights]
-    found: list[tuple[Any, dict[Any, Any]]] = []
     gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
     for weight, _ in gradients:
         weight.grad = None
-    for weight in weights:
-        hooks: Any = weight._backward_hooks
-        if hooks:
-            found.append((hooks, dict(hooks)))
-            hooks.clear()
     try:
-        yield
+        with gradient_hooks_away(weights):
+            yield
     finally:
-        for hooks, before in found:
-            hooks.update(before)
         for weight, before in attributes:
             put_back(vars(weight), before)
             weight.grad = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,17 @@ from hf_ckpt.regions.execution_state import (
     tensors_in,
     untransformed,
 )
-from hf_ckpt.regions.recompute import Call, run_checkpointed, run_watched, save_inputs, saved_behind, split_call
+from hf_ckpt.regions.recompute import (
+    Call,
+    GradientInside,
+    held_saved_tensors,
+    holding_if_needed,
+    run_checkpointed,
+    run_watched,
+    save_inputs,
+    saved_behind,
+    split_call,
+)
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -138,7 +148,7 @@ def run_in_segment(
     segment = runner.join(number, layer_idx, tensors if outer is None else outer[1], snapshots)
     module = None if entered is None else module_of(entered[0].func)
     run = partial(segment.run, layer_idx, call, tensors, module, outer, nested)
-    return run_watched(proof, function, args, tensors, run)
+    return run_watched(proof, function, args, call, tensors, run)
 
 
 class _Link:
@@ -223,6 +233,8 @@ class _Segment:
         self._snapshots: dict[int, Outputs] = {}
         self._firsts: list[int] = []
         self._layer_idx = -1
+        # The call of a layer whose first run goes on.
+        self._running: Call | None = None
         self._links: list[_Link] = []
         self._outputs: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
@@ -256,10 +268,21 @@ class _Segment:
             link = _Link(*replayed, module, self._outputs, nested, proof)
             self._links.append(link)
             self._firsts.append(len(self._placeholders))
-            with saved_tensors_hooks(self._pack, _unpack):
-                output = link.run(call, tensors)
+            self._running = call
+            try:
+                output = holding_if_needed(call, partial(self._run_link, link, call, tensors, nested))
+            finally:
+                self._running = None
         self.leave(layer_idx, output)
         return output
+
+    def _run_link(self, link: _Link, call: Call, tensors: list[Tensor], nested: bool) -> Any:
+        # Where the forward starts again, what it has saved so far is not needed.
+        del self._placeholders[self._firsts[-1] :], self._meta[self._firsts[-1] :]
+        # What is checkpointed again holds what it saves by itself.
+        holds = call.state.takes_gradients and not nested
+        with saved_tensors_hooks(self._pack, _unpack), held_saved_tensors() if holds else nullcontext():
+            return link.run(call, tensors)
 
     def leave(self, layer_idx: int, output: Any) -> None:
         """Note what a layer returns: first its own output, then that of the module around it."""
@@ -309,6 +332,8 @@ class _Segment:
 
     def take(self, placeholder: _Placeholder) -> Tensor:
         """Return the value of a placeholder, for which layers run again if it has none."""
+        if self._running is not None and not self._running.state.takes_gradients:
+            raise GradientInside(self._links[-1].random_state)
         if placeholder.value is None:
             self.recompute(placeholder.link)
         self._snapshots.pop(placeholder.link, None)

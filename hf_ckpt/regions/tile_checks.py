@@ -1,4 +1,4 @@
-"""Whether slices give what the whole gives: checked in a module's first call, and proven in a step that is due.
+"""Whether slices give what the whole gives: looked at in each call, and proven in a step that is due.
 
 Depends on nothing of how a call is cut and joined: positions are counted from what the slices get, and taken out of the
 whole tensors by index.
@@ -22,69 +22,146 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import Function, RandomState
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, are_equal, is_sum, plain_tensors
-from hf_ckpt.regions.value_proof import CallProof
+from hf_ckpt.regions.region_graph import HooksNoted
+from hf_ckpt.regions.value_proof import CallProof, drop, never_unpack
 
-# --- The first call. ---
+# --- Each call. ---
 
-RunPositions = Callable[[int, int], list[Tensor]]
-"""Runs a module on the positions from `begin` up to `end` alone; returns its outputs, leading dimensions apart."""
-
-_NUM_TOKENS = 8
-"""Positions that run together, and half of them alone."""
-_NUM_TRIALS = 2
-"""A router may send a token elsewhere for a rounding error, but not in each of several places."""
-_TOLERANCES_OF_MAX = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""Of the largest value. Mixing positions changes values by about as much as they are."""
+_TOLERANCES = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-4}
+"""Relative to a position's norm. A few roundings one after another, of eight bits in bfloat16."""
+_TOLERANCE = 2.0**-8
+"""In float32, of which TF32 keeps eleven bits, and in float64."""
+_FEWEST_ALONE, _MOST_ALONE = 4, 8
+_SHARE_ALONE = 16
+"""One of so many positions runs alone: that costs a fifth of a forward, or less."""
 
 
-def check_position_wise(module: nn.Module, run: RunPositions, inputs: Sequence[Tensor], dim: int) -> None:
-    """Run a few positions among others and alone, and raise `UnsupportedError` if that changes their values.
+class PositionsAlone:
+    """A few positions of one call, which run once more without the others; `dim` is that of the positions.
 
-    Nothing is compared where random numbers are drawn, or where there are no values (simulation). `inputs` are the
-    whole tensors, `dim` is that of their positions.
+    Nothing is compared where random numbers are drawn, or where there are no values (simulation).
     """
-    num_positions = inputs[0].shape[dim]
-    if num_positions < 2 or any(isinstance(x, FakeTensor) or x.is_meta for x in inputs):
-        return
-    length = min(_NUM_TOKENS, num_positions)
-    # As many trials on every rank: modules inside may gather their weights.
-    starts = [(num_positions - length) * trial // (_NUM_TRIALS - 1) for trial in range(_NUM_TRIALS)]
-    trials = [_depends_on_others(run, inputs, dim, start, start + length) for start in starts]
-    if all(trials):
-        raise UnsupportedError(
-            f"{type(module).__name__} is to run in tiles, but it is not position-wise: {length // 2} positions give "
-            f"other values alone than among {length}. Leave tiles out for its layer."
+
+    def __init__(self, dim: int, inputs: Sequence[Tensor]) -> None:
+        self._dim = dim
+        self._leading = tuple(inputs[0].shape[: dim + 1])
+        self._index = _spread(self._leading[-1])
+        self._before = RandomState.of(inputs)
+        self._outputs: list[Tensor] = []
+        self.places_hooks = False
+        """Whether the module places hooks on gradients when it runs."""
+
+    def at(self, whole: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return some positions of a tensor that has them all, apart or flattened; an empty tensor if it does not."""
+        index = self._index if index is None else index
+        whole = whole.detach()
+        if tuple(whole.shape[: self._dim + 1]) != self._leading:
+            if not whole.dim() or whole.shape[0] != math.prod(self._leading):
+                return whole.new_empty(0)
+            whole = whole.reshape(*self._leading, *whole.shape[1:])
+        return whole.index_select(self._dim, index.to(whole.device, non_blocking=True))
+
+    def outputs_differ(
+        self, run: Function, inputs: Sequence[Tensor], need_gradients: Sequence[bool], wholes: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Return whether the positions give other values alone than `wholes` have, on the device; None: not known."""
+        if self._leading[-1] < 2 or any(isinstance(x, FakeTensor) or x.is_meta for x in inputs):
+            return None
+        self._outputs = [self.at(whole) for whole in wholes]
+        now = RandomState.of(inputs)
+        alone = [self.at(x).requires_grad_(needs) for x, needs in zip(inputs, need_gradients, strict=True)]
+        # With a graph, as hooks may go by that; nothing is saved for it.
+        drops = saved_tensors_hooks(drop, never_unpack)
+        with torch.enable_grad(), drops, now.kept(), HooksNoted(self._note_hook):
+            outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
+            if not now.is_same(self._before) or not RandomState.of(inputs).is_same(now):
+                return None
+        return _any_differ(self._outputs, outputs)
+
+    def _note_hook(self) -> None:
+        self.places_hooks = True
+
+    def gradients_differ(
+        self,
+        run: Function,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        of_inputs: Sequence[Tensor | None],
+    ) -> Tensor | None:
+        """Return whether the positions give the inputs other gradients alone than `of_inputs`; see `outputs_differ`.
+
+        `gradients` are those of the outputs; `of_inputs` has None for an input that needs none.
+        """
+        before = RandomState.of(inputs)
+        alone = [self.at(x).requires_grad_(of is not None) for x, of in zip(inputs, of_inputs, strict=True)]
+        with before.kept(), torch.enable_grad():
+            # Views: tools that watch modules cannot follow a leaf in `torch.autograd.grad`.
+            outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
+            if not RandomState.of(inputs).is_same(before):
+                return None
+        found = [x for x in gradients if x is not None]
+        floating = [output for output in outputs if output.requires_grad]
+        wholes = [whole for whole in of_inputs if whole is not None]
+        # If some of its outputs were not used, it is not known which.
+        if not wholes or not floating or len(floating) != len(found):
+            return None
+        parts = [self.at(x).reshape(y.shape) for x, y in zip(found, floating, strict=True)]
+        wanted = [x for x in alone if x.requires_grad]
+        got: Sequence[Tensor | None] = torch.autograd.grad(floating, wanted, parts, allow_unused=True)
+        expected = [self.at(whole) for whole in wholes]
+        return _any_differ(
+            expected, [torch.zeros_like(x) if y is None else y for x, y in zip(expected, got, strict=True)]
         )
 
 
-def _depends_on_others(run: RunPositions, inputs: Sequence[Tensor], dim: int, start: int, end: int) -> bool:
-    middle = start + (end - start) // 2
-    before = RandomState.of(inputs)
-    with torch.no_grad(), before.kept():
-        joint, first, second = run(start, end), run(start, middle), run(middle, end)
-        if not RandomState.of(inputs).is_same(before):
-            return False
-    return not all(
-        _are_close(whole.narrow(dim, 0, middle - start), left)
-        and _are_close(whole.narrow(dim, middle - start, end - middle), right)
-        for whole, left, right in zip(joint, first, second, strict=True)
-        # What has no value for each position is refused when the slices are joined.
-        if whole.dim() > dim
+def not_position_wise(module: nn.Module, what: str) -> UnsupportedError:
+    """Return the error of a module whose positions give something else alone."""
+    return UnsupportedError(
+        f"{type(module).__name__} is to run in tiles, but it is not position-wise: some positions give other {what} "
+        "alone than among others. Leave tiles out for its layer."
     )
 
 
-def _are_close(expected: Tensor, got: Tensor) -> bool:
-    if not expected.is_floating_point():
-        # Which experts a token goes to; their outputs show the same.
-        return True
-    dtypes = (expected.dtype, _autocast_dtype(expected))
-    tolerance = max(_TOLERANCES_OF_MAX.get(dtype, 0.1) for dtype in dtypes)
-    scale = expected.abs().max()
-    return bool((expected - got).abs().max() <= tolerance * scale) or not bool(scale.isfinite())
+def _spread(num_positions: int) -> Tensor:
+    """Return some positions, the first and the last among them."""
+    number = max(min(_FEWEST_ALONE, num_positions), min(_MOST_ALONE, num_positions // _SHARE_ALONE))
+    return torch.linspace(0, num_positions - 1, number).long()
+
+
+@torch.no_grad()
+def _any_differ(expected: Sequence[Tensor], got: Sequence[Tensor]) -> Tensor | None:
+    if len(expected) != len(got):
+        return None
+    found = [_differ(one, other) for one, other in zip(expected, got, strict=True) if one.is_floating_point()]
+    return torch.stack(found).any() if found else None
+
+
+def _differ(expected: Tensor, got: Tensor) -> Tensor:
+    """Return whether most positions differ by more than rounding; a router may send one elsewhere for such an error.
+
+    `expected` is [..., n, F...]; the norm is that of the last dimension. `got` has as many elements.
+    """
+    if not expected.numel() or expected.numel() != got.numel():
+        return torch.tensor(expected.numel() != got.numel(), device=got.device)
+    kinds = (expected.dtype, _autocast_dtype(expected))
+    tolerance = max(_TOLERANCES.get(kind, _TOLERANCE) for kind in kinds)
+    one, other = expected.float(), got.detach().reshape(expected.shape).float()
+    norms = one.norm(dim=-1)
+    # A position whose norm is next to nothing need not agree in any digit.
+    scale = norms + 0.1 * norms.mean()
+    is_off = ((one - other).norm(dim=-1) > tolerance * scale) & scale.isfinite()
+    most: Tensor = is_off.float().mean() > 0.5
+    return most
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 class DroppedGraph:
@@ -127,6 +204,17 @@ def check_nothing_escapes(module: nn.Module, graph: Sequence[weakref.ref[Any]]) 
 
 
 def _escape(module: nn.Module) -> UnsupportedError:
+    for path, inner in module.named_modules():
+        for name, value in vars(inner).items():
+            # Made of `weight_orig`, or of `weight_g` and `weight_v`.
+            is_made = any(other.startswith(f"{name}_") for other in inner._parameters)
+            if isinstance(value, Tensor) and value.grad_fn is not None and is_made:
+                return UnsupportedError(
+                    f"{type(module).__name__} is to run in tiles, but {f'{path}.{name}'.lstrip('.')} is computed anew "
+                    "each time that it runs, as by torch.nn.utils.prune and weight_norm in a forward pre-hook: each "
+                    "slice would make one of its own. Make it permanent (prune.remove, remove_weight_norm), use "
+                    "torch.nn.utils.parametrizations, or leave tiles out for its layer."
+                )
     return UnsupportedError(
         f"{type(module).__name__} is to run in tiles, but something that is computed inside it is used outside "
         "too (a router's logits for an auxiliary loss, a hook that keeps outputs), which slices would cut off from "
@@ -172,13 +260,6 @@ def weights_used(
 
 # --- The proof of a step. ---
 
-_TOLERANCES = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-4}
-"""Relative to a position's norm. A few roundings one after another, of eight bits in bfloat16."""
-_TOLERANCE = 2.0**-8
-"""In float32, of which TF32 keeps eleven bits, and in float64."""
-_NUM_ALONE = 8
-_SHARE_ALONE = 16
-"""One of so many positions runs alone, at most `_NUM_ALONE`: that costs a fifth of a forward, or less."""
 _OUR_FAULT = "This is a fault of hf_ckpt: please report it, and leave tiles out meanwhile."
 
 
@@ -203,7 +284,7 @@ class _SliceRun:
 class TileProof:
     """Checks the slices of one call, in forward and in the first backward. `dim` is that of the positions."""
 
-    def __init__(self, call: CallProof, dim: int, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, call: CallProof, alone: PositionsAlone, dim: int, inputs: Sequence[Tensor]) -> None:
         self._call = call
         self._dim = dim
         self._leading = tuple(inputs[0].shape[: dim + 1])
@@ -211,8 +292,7 @@ class TileProof:
         self._is_inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self._slices: list[_SliceRun] = []
         self._fault: str | None = None
-        self._alone = _spread(self._leading[-1])
-        self._outputs_alone: list[Tensor] = []
+        self._alone = alone
         # Of the outputs that have one; None before backward.
         self._gradients: list[Tensor] | None = None
         self._number = 0
@@ -241,8 +321,6 @@ class TileProof:
         for part in self._slices:
             if not self._holds(wholes, part.outputs, part.start, part.end):
                 self._add_fault(f"its output at {part.positions} is not what their slice returned. {_OUR_FAULT}")
-        with self._call.unobserved():
-            self._outputs_alone = [self._at(whole, self._alone) for whole in wholes]
 
     # --- Backward. ---
 
@@ -307,11 +385,13 @@ class TileProof:
         for number, total in enumerate(of_weights):
             if not self._is_sum([terms[number] for terms in self._weight_gradients], total):
                 self._add_fault(f"the gradient of a weight is not the sum over its slices. {_OUR_FAULT}")
-        if self._fault is None and not self._are_same_alone(function, inputs, of_inputs):
-            self._add_fault(
-                "some of its positions give other values, or gradients, alone than in slices: its output at a position "
-                "depends on more than its input there."
-            )
+        if self._fault is None:
+            differ = self._alone.gradients_differ(function, inputs, self._gradients or [], of_inputs)
+            if differ is not None and bool(differ):
+                self._add_fault(
+                    "some of its positions give their inputs other gradients alone than in slices: what it gives back "
+                    "at a position depends on more than its input and gradient there."
+                )
         self._gradients = None
         self._call.finish(self._fault)
 
@@ -336,20 +416,11 @@ class TileProof:
             return False
         with self._call.unobserved():
             index = torch.arange(start, min(end, self._leading[-1]))
-            found = [self._at(whole, index) for whole in wholes]
+            found = [self._alone.at(whole, index) for whole in wholes]
         return all(
             at.numel() == part.shape.numel() and are_equal(self._take([at.reshape(part.shape)])[0], part)
             for at, part in zip(found, parts, strict=True)
         )
-
-    def _at(self, whole: Tensor, index: Tensor) -> Tensor:
-        """Return some positions of a tensor that has them all, apart or flattened; an empty tensor if it does not."""
-        whole = whole.detach()
-        if tuple(whole.shape[: self._dim + 1]) != self._leading:
-            if not whole.dim() or whole.shape[0] != math.prod(self._leading):
-                return whole.new_empty(0)
-            whole = whole.reshape(*self._leading, *whole.shape[1:])
-        return whole.index_select(self._dim, index.to(whole.device))
 
     def _gradients_of(self, part: _SliceRun, wholes: Sequence[Tensor]) -> list[Fingerprint]:
         """Return what a slice's gradients of inputs should leave in the whole ones: zeros where it has none."""
@@ -369,69 +440,9 @@ class TileProof:
             return total is None and not found
         return is_sum(found, self._take([total], has_sketch=True)[0])
 
-    def _are_same_alone(self, function: Function, inputs: Sequence[Tensor], of_inputs: Sequence[Tensor | None]) -> bool:
-        """Whether a few positions give the same without the others. Not compared where random numbers are drawn."""
-        before = RandomState.of(list(inputs))
-        alone = [
-            self._at(x, self._alone).requires_grad_(of is not None) for x, of in zip(inputs, of_inputs, strict=True)
-        ]
-        with before.kept(), torch.enable_grad():
-            # Views: tools that watch modules cannot follow a leaf in `torch.autograd.grad`.
-            outputs = plain_tensors(function(*(x.view_as(x) for x in alone)))
-            draws = not RandomState.of(list(inputs)).is_same(before)
-        if draws or len(outputs) != len(self._outputs_alone):
-            return draws
-        if not all(map(_are_near, self._outputs_alone, outputs)):
-            return False
-        gradients = self._gradients or []
-        floating = [output for output in outputs if output.requires_grad]
-        wholes = [whole for whole in of_inputs if whole is not None]
-        if not wholes or not floating or len(floating) != len(gradients):
-            # Some of its outputs were not used; it is not known which.
-            return True
-        parts = [self._at(x, self._alone).reshape(y.shape) for x, y in zip(gradients, floating, strict=True)]
-        wanted = [x for x in alone if x.requires_grad]
-        found: Sequence[Tensor | None] = torch.autograd.grad(floating, wanted, parts, allow_unused=True)
-        with self._call.unobserved():
-            expected = [self._at(whole, self._alone) for whole in wholes]
-            return all(
-                _are_near(x, torch.zeros_like(x) if y is None else y) for x, y in zip(expected, found, strict=True)
-            )
-
     def _take(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
         return self._call.fingerprints(tensors, has_sketch=has_sketch)
 
     def _add_fault(self, fault: str) -> None:
         # What comes after the first may follow from it.
         self._fault = self._fault or fault
-
-
-def _spread(num_positions: int) -> Tensor:
-    """Return some positions, the first and the last among them."""
-    number = max(2, min(_NUM_ALONE, num_positions // _SHARE_ALONE))
-    return torch.linspace(0, num_positions - 1, number).long()
-
-
-@torch.no_grad()
-def _are_near(expected: Tensor, got: Tensor) -> bool:
-    """Whether most positions are the same within rounding; a router may send one elsewhere for a rounding error.
-
-    `expected` is [..., n, F...]; the norm is that of the last dimension. `got` has as many elements.
-    """
-    if not expected.is_floating_point() or not expected.numel():
-        return expected.numel() == got.numel()
-    if expected.numel() != got.numel():
-        return False
-    kinds = (expected.dtype, _autocast_dtype(expected))
-    tolerance = max(_TOLERANCES.get(kind, _TOLERANCE) for kind in kinds)
-    one, other = expected.float(), got.detach().reshape(expected.shape).float()
-    norms = one.norm(dim=-1)
-    # A position whose norm is next to nothing need not agree in any digit.
-    scale = norms + 0.1 * norms.mean()
-    is_off = ((one - other).norm(dim=-1) > tolerance * scale) & scale.isfinite()
-    return bool(is_off.float().mean() <= 0.5)
-
-
-def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

@@ -18,9 +18,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,14 @@ from hf_ckpt.regions.execution_state import (
     refuse_in_tiles,
     refuse_transforms,
 )
+from hf_ckpt.regions.module_state import gradient_hooks_away, gradient_hooks_put_back
 from hf_ckpt.regions.recompute import Call, original_forward, recompute, save_inputs, saved_behind
 from hf_ckpt.regions.tile_checks import (
     DroppedGraph,
+    PositionsAlone,
     TileProof,
     check_nothing_escapes,
-    check_position_wise,
+    not_position_wise,
     weights_used,
 )
 from hf_ckpt.structure.stored import weight_shape
@@ -74,7 +77,7 @@ class Tiling:
         self.tiles = tiles
         self.recomputes = recomputes
         self.proof = proof
-        # Whether a call has shown that slices give what the whole gives.
+        # Whether a call has shown that its positions depend on no others.
         self.is_checked = False
         # A simulation runs some of them only, of a tiling that recomputes: it knows what the others would do.
         self.slices_to_run: SlicesToRun = _all_slices
@@ -103,7 +106,7 @@ def run_tiled(tiling: Tiling, module: nn.Module, found: Function | None, *args: 
     cut, places = cutting
     inputs = [arguments[place] for place in places]
     with ConcurrentRun():
-        return _Slices(tiling, module, Call(forward, arguments, places), cut, inputs).run(inputs)
+        return _Slices(tiling, module, Call(forward, arguments, places, in_parts=True), cut, inputs).run(inputs)
 
 
 class _Slices:
@@ -113,7 +116,6 @@ class _Slices:
         self._tiling = tiling
         self._module = module
         self._call = call
-        call.state.is_sliced = len(cut.bounds) > 1
         self._cut = cut
         self._joined = Joined(cut, module)
         self._kept: list[_Slice] = []
@@ -125,14 +127,17 @@ class _Slices:
         self._random_state = RandomState.of(inputs)
         # None in a recomputation, as the backward that follows is that of the slices that ran first.
         call_proof = tiling.proof.start_call(module, inputs) if tiling.proof is not None and tiling.recomputes else None
-        self._proof = None if call_proof is None or call_proof.is_simulated else TileProof(call_proof, cut.dim, inputs)
+        self._alone = PositionsAlone(cut.dim, inputs)
+        # Whether positions give other values alone, if only the device knows.
+        self._differ: Tensor | None = None
+        self._proof = None
+        if call_proof is not None and not call_proof.is_simulated:
+            self._proof = TileProof(call_proof, self._alone, cut.dim, inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Run all slices and return what the module returns for the whole."""
         # Before anything runs: the recomputation of a region around this one may need nothing more, and stop here.
         token = save_inputs(inputs if any(self._needs_gradient) or self._weights else ())
-        if not self._tiling.is_checked:
-            check_position_wise(self._module, partial(self._run_positions, inputs), inputs, self._cut.dim)
         outputs = self._forward(inputs)
         # The token's node keeps the inputs; the hooks of a region around this one would replace the token. In a tuple
         # it is no input of the slices, which get no gradient through it.
@@ -147,25 +152,48 @@ class _Slices:
         """Run all slices and return the whole outputs; what the slices save is dropped if `recomputes`."""
         weights = self._weights_now()
         parts: set[int] = set()
-        for start, length in self._tiling.slices_to_run(self._cut.bounds, inputs):
-            # The first slice of each call shows which weights are used; the others are searched only for weights that
-            # were idle so far (experts).
-            is_searched = not start or len(parts) < len(weights)
-            if self._tiling.recomputes:
-                graph, found = self._run_and_drop(inputs, weights if is_searched else None, start, length)
-                # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
-                check_nothing_escapes(self._module, graph)
-            else:
-                self._kept.append(self._run(inputs, start, length))
-                found = self._put(self._kept[-1], weights if is_searched else None, start, length)
-            parts |= found
-        self._tiling.is_checked = True
+        with self._call.state.as_in_forward():
+            for number, (start, length) in enumerate(self._tiling.slices_to_run(self._cut.bounds, inputs)):
+                # The first writes what the whole would. Hooks that each places on a weight are to see its gradient once.
+                with (
+                    gradient_hooks_put_back(weights) if number else nullcontext(),
+                    self._call.state.unwritten() if number == 1 else nullcontext(),
+                ):
+                    if self._tiling.recomputes:
+                        graph, found = self._run_and_drop(inputs, weights, start, length)
+                        # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
+                        check_nothing_escapes(self._module, graph)
+                    else:
+                        self._kept.append(self._run(inputs, start, length))
+                        found = self._put(self._kept[-1], weights, start, length)
+                # Each slice may use others (experts).
+                parts |= found
         # The others must not be in the graph: hooks on the gradients of idle experts would be called for nothing.
         self._weights = [self._weights[position] for position in sorted(parts)]
-        return self._joined.take()
+        outputs = self._joined.take()
+        self._compare_alone(inputs, outputs)
+        return outputs
+
+    def _compare_alone(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+        """Raise if positions give other values alone: in every call, as hooks and switches may come at any time."""
+        if type(self._module) is nn.Linear and self._call.runs(nn.Linear.forward):
+            # One product: nothing inside of it could change.
+            return
+        with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
+            wholes = [output for output in outputs if output is not None]
+            differ = self._alone.outputs_differ(self._call.run, inputs, self._needs_gradient, wholes)
+        is_first, self._tiling.is_checked = not self._tiling.is_checked, True
+        if differ is None or (differ.device.type != "cpu" and not is_first):
+            # The host does not wait for a device: the backward asks.
+            self._differ = differ
+        elif bool(differ):
+            self._refuse("values")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise not_position_wise(self._module, what)
 
     def _run_and_drop(
-        self, inputs: Sequence[Tensor], weights: Sequence[Tensor] | None, start: int, length: int
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], start: int, length: int
     ) -> tuple[list[weakref.ref[Any]], set[int]]:
         """Run one slice for its output alone.
 
@@ -178,10 +206,8 @@ class _Slices:
         found = self._put(piece, weights, start, length)
         return [weakref.ref(graph), *(weakref.ref(tensor) for tensor in piece.inputs if tensor.requires_grad)], found
 
-    def _put(self, piece: _Slice, weights: Sequence[Tensor] | None, start: int, length: int) -> set[int]:
+    def _put(self, piece: _Slice, weights: Sequence[Tensor], start: int, length: int) -> set[int]:
         self._joined.put(piece.returned, start, length)
-        if weights is None:
-            return set()
         outputs = [output for output in outputs_of(piece.returned) if output is not None]
         return weights_used(self._module, outputs, piece.inputs, weights)
 
@@ -191,7 +217,9 @@ class _Slices:
             x.new_empty(x.shape) if needs else None for x, needs in zip(inputs, self._needs_gradient, strict=True)
         ]
         sums = [_Sum(weight, len(self._cut.bounds)) for weight in self._weights_now()]
-        # Only the first backward is checked.
+        if self._differ is not None:
+            self._call.state.add_error(self._differ, partial(self._refuse, "values"))
+        # Only the first backward is proven.
         proof = self._proof
         if proof is not None:
             proof.begin_backward(gradients)
@@ -205,11 +233,19 @@ class _Slices:
                     self._add_gradients(piece, parts, [self._narrow(whole, start, length) for whole in wholes], sums)
                     del piece, parts
         totals = [total.take() for total in sums]
-        if proof is not None:
+        if proof is not None or self._acts_on_gradients():
             self._proof = None
             with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
-                proof.finish(self._call.run, inputs, wholes, totals)
+                if proof is not None:
+                    proof.finish(self._call.run, inputs, wholes, totals)
+                elif (differ := self._alone.gradients_differ(self._call.run, inputs, gradients, wholes)) is not None:
+                    self._call.state.add_error(differ, partial(self._refuse, "gradients"))
         return [*wholes, *totals]
+
+    def _acts_on_gradients(self) -> bool:
+        """Whether hooks on gradients act inside of the module: what they do may depend on other positions."""
+        modules = self._module.modules()
+        return self._alone.places_hooks or any(each._backward_hooks or each._backward_pre_hooks for each in modules)
 
     def _add_gradients(
         self, piece: _Slice, gradients: Sequence[Tensor | None], places: Sequence[Tensor | None], sums: Sequence[_Sum]
@@ -223,7 +259,7 @@ class _Slices:
             if output is not None and output.requires_grad and gradient is not None
         ]
         wanted = [tensor for tensor in piece.inputs if tensor.requires_grad]
-        all_found = _gradients(reached, [*wanted, *weights])
+        all_found = _gradients(reached, wanted, weights)
         if self._proof is not None:
             self._proof.check_gradients(gradients, all_found[: len(wanted)], all_found[len(wanted) :])
         found = iter(all_found)
@@ -253,13 +289,6 @@ class _Slices:
     def _run_again(self, inputs: Sequence[Tensor], start: int, length: int) -> _Slice:
         with recomputing():
             return self._run(inputs, start, length)
-
-    def _run_positions(self, inputs: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
-        """See `RunPositions`."""
-        pieces = [self._cut.piece(x.detach(), start, end - start) for x in inputs]
-        with extra_run():
-            outputs = outputs_of(self._call.run(*pieces))
-        return [self._cut.as_leading(x, end - start) for x in outputs if x is not None]
 
     def _narrow(self, whole: Tensor | None, start: int, length: int) -> Tensor | None:
         return None if whole is None else whole.narrow(self._cut.dim, start, length)
@@ -321,12 +350,16 @@ class _Sum:
         return None if self._total is None else self._total.to(self._dtype)
 
 
-def _gradients(reached: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    if not reached or not wanted:
-        return [None] * len(wanted)
+def _gradients(
+    reached: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    if not reached or not (wanted or weights):
+        return [None] * (len(wanted) + len(weights))
     outputs, gradients = zip(*reached, strict=True)
     keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-    return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True, retain_graph=keeps_graph)
+    # Hooks on a weight see its gradient once, which is the sum over the slices; see `_Tiled`.
+    with gradient_hooks_away(weights):
+        return torch.autograd.grad(outputs, [*wanted, *weights], gradients, allow_unused=True, retain_graph=keeps_graph)
 
 
 def _fill(place: Tensor, gradient: Tensor | None) -> None:
@@ -399,13 +432,6 @@ class Cut:
         """Return the leading dimensions of a slice."""
         return (*self.leading[:-1], length)
 
-    def as_leading(self, output: Tensor, length: int) -> Tensor:
-        """Return a slice's output with the leading dimensions apart; as it is if it does not have them."""
-        leading = self.leading_of(length)
-        if tuple(output.shape[: len(leading)]) != leading and output.dim() and output.shape[0] == math.prod(leading):
-            return output.reshape(*leading, *output.shape[1:])
-        return output
-
 
 def _bounds(num_positions: int, tiles: int) -> tuple[tuple[int, int], ...]:
     """Return start and length of slices that differ by at most one position."""
@@ -468,6 +494,12 @@ class Joined:
                 None if value is None else self._whole(value, is_flat)
                 for value, is_flat in zip(values, self._is_flat, strict=True)
             ]
+        kinds = [[None if each is None else each.dtype for each in found] for found in (values, self._wholes)]
+        if kinds[0] != kinds[1]:
+            raise UnsupportedError(
+                f"{type(self._module).__name__} is to run in tiles, but its slices return different things: {kinds[0]} "
+                f"after {kinds[1]}. Leave tiles out for its layer."
+            )
         for value, whole, is_flat in zip(values, self._wholes, self._is_flat, strict=True):
             if value is not None and whole is not None:
                 place = self._apart(whole, is_flat).narrow(self._cut.dim, start, length)

@@ -513,7 +513,8 @@ class CallProof:
         return None
 
     def _run_once_more(self, function: Function, tensors: Sequence[Any], random: RandomState) -> list[Fingerprint]:
-        with random.kept(), torch.autograd.graph.saved_tensors_hooks(drop, never_unpack):
+        # Kept, as its forward may take a gradient inside of itself.
+        with random.kept(), torch.autograd.graph.saved_tensors_hooks(*KEEP):
             random.restore()
             with torch.enable_grad(), extra_run():
                 returned = function(*tensors)
@@ -617,3 +618,16 @@ def drop(tensor: Tensor) -> None:
 def never_unpack(nothing: None) -> Tensor:
     """Goes with `drop`."""
     raise AssertionError("this graph is of a run that is only compared")
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    # A node that holds its own output would keep itself alive for ever.
+    return tensor.detach()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+KEEP = _detached, _as_it_is
+"""Hooks that keep what is saved, and hide it from the hooks around them."""

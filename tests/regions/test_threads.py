@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hf_ckpt
 from hf_ckpt import UnsupportedError
 from hf_ckpt.regions.execution_state import is_extra_run
+from hf_ckpt.regions.head.head_call import HeadCall
 from tests import plain_models
 from tests.regions.test_transforms import TILES, apply, every_policy, every_policy_with_tiles, llama
 
@@ -136,10 +137,18 @@ def test_a_chunked_head_of_two_threads_keeps_the_gradient_of_its_weight(mode: st
             check_equal(meeting.gradients(model, loss), expected)
 
 
-def test_the_weight_of_a_chunked_head_is_the_models_own_while_chunks_run() -> None:
+def test_the_weight_of_a_chunked_head_is_the_models_own_while_chunks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     weight, seen = model.lm_head.weight, []
-    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(model.lm_head.weight is weight))
+    run = HeadCall.run
+
+    def noted(head_call: HeadCall, *given: object) -> Tensor:
+        seen.append(model.lm_head.weight is weight)
+        found = run(head_call, *given)  # type: ignore[arg-type]
+        seen.append(model.lm_head.weight is weight)
+        return found
+
+    monkeypatch.setattr(HeadCall, "run", noted)
     with hf_ckpt.apply(model, "none", head="chunked"):
         ids = torch.randint(0, 19, (2, 9))
         model(input_ids=ids, labels=ids).loss.backward()

@@ -96,8 +96,8 @@ def add_twice(found: Any, self: Any, gradient: Tensor | None) -> None:
         found(self, gradient)
 
 
-def scale_gradients(found: Any, reached: Any, wanted: Any) -> Any:
-    return [None if x is None else 1.01 * x for x in found(reached, wanted)]
+def scale_gradients(found: Any, *given: Any) -> Any:
+    return [None if x is None else 1.01 * x for x in found(*given)]
 
 
 def scale_inputs(found: Any, token: Tensor) -> list[Tensor]:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import hf_ckpt
 from hf_ckpt import UnsupportedError
 from hf_ckpt.regions import tiling
+from hf_ckpt.regions.tile_checks import PositionsAlone
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from tests import exactness, plain_models
 from tests.regions.tiled_models import llama
@@ -39,8 +41,8 @@ def test_a_module_whose_positions_depend_on_others_is_refused() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(2, 20, plain_models.WIDTH)
     assert refused(Shifted(), hidden) == (
-        "Shifted is to run in tiles, but it is not position-wise: 4 positions give other values alone than among 8. "
-        "Leave tiles out for its layer."
+        "Shifted is to run in tiles, but it is not position-wise: some positions give other values alone than among "
+        "others. Leave tiles out for its layer."
     )
 
 
@@ -188,7 +190,8 @@ def test_what_leaves_a_module_by_another_door_is_refused_in_any_step(
     # Values without a graph may be looked at.
     module.leave = lambda module, scores: _SEEN.append(scores.detach())
     run_tiled(tiling, module, None, hidden).sum().backward()
-    assert len(_SEEN) == 2 * 4
+    # Four slices, twice, and what runs alone.
+    assert len(_SEEN) == 2 * 4 + 1
     _SEEN.clear()
 
 
@@ -245,28 +248,27 @@ def walked(monkeypatch: pytest.MonkeyPatch, module: nn.Module, num_steps: int) -
     """Return how many slices of four were looked through for weights in so many steps."""
     found, count = tiling.weights_used, itertools.count()
     monkeypatch.setattr(tiling, "weights_used", lambda *given: (next(count), found(*given))[1])
-    # The question whether slices can stand for the whole is not asked here: it would run the module too.
+    # Nothing runs alone: that would ask for an expert too.
+    monkeypatch.setattr(PositionsAlone, "outputs_differ", lambda *given: None)
     settings = Tiling(4)
-    settings.is_checked = True
     hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
     for _ in range(num_steps):
         run_tiled(settings, module, None, hidden).sum().backward()
     return next(count)
 
 
-def test_one_slice_of_a_call_is_looked_through_where_all_weights_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert walked(monkeypatch, plain_models.Mlp(), 3) == 3
+def test_each_slice_of_a_call_is_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert walked(monkeypatch, plain_models.Mlp(), 3) == 3 * 4
 
 
-def test_slices_are_looked_through_until_no_expert_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_is_idle_in_all_slices_is_told_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # The second expert comes in the third slice; then never; then at once. Backward runs the slices again.
     orders = [[0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]]
     module = Switching([expert for order in orders for expert in order * 2])
     told: list[Any] = []
     weight = module.experts[1].up.weight
     weight.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
-    assert walked(monkeypatch, module, 3) == 3 + 4 + 2
-    # An expert that was idle is told of nothing.
+    assert walked(monkeypatch, module, 3) == 3 * 4
     assert len(told) == 2
 
 
@@ -305,3 +307,90 @@ def test_evaluation_runs_whole() -> None:
         with torch.no_grad():
             case.model.train()(**case.inputs)
     assert forward["model.layers.1.mlp.up_proj"] == 2
+
+
+# --- What comes later than the first slice, and the first step. ---
+
+
+def centred(output: Tensor) -> Tensor:
+    return output - 0.5 * output.mean(1, keepdim=True)
+
+
+def cumulated(output: Tensor) -> Tensor:
+    return output.cumsum(1)
+
+
+def shifted(output: Tensor) -> Tensor:
+    return output + output.roll(1, dims=1)
+
+
+@pytest.mark.sweep(keep=3)
+@pytest.mark.parametrize("mix", [centred, cumulated, shifted])
+@pytest.mark.parametrize("place", ["hook", "switch"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_module_that_mixes_positions_later_is_refused(
+    policy: str, place: str, mix: Callable[[Tensor], Tensor]
+) -> None:
+    case = llama()
+    mlp = case.model.model.layers[1].mlp
+    found = mlp.forward
+    mlp.mixes = False
+    mlp.forward = lambda hidden: mix(found(hidden)) if mlp.mixes else found(hidden)
+    with hf_ckpt.apply(case.model, policy, tiles=3):
+        for _ in range(2):
+            exactness.step(case)
+        if place == "hook":
+            mlp.down_proj.register_forward_hook(lambda module, given, output: mix(output))
+        else:
+            mlp.mixes = True
+        with pytest.raises(UnsupportedError, match="other values alone"):
+            exactness.step(case)
+
+
+class Pooled(plain_models.Mlp):
+    """Sends rare tokens to an expert that is none of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rare = (hidden[..., 0].detach() > 2).nonzero(as_tuple=True)
+        output = super().forward(hidden)
+        return output.index_put(rare, _SHARED(hidden[rare]), accumulate=True) if len(rare[0]) else output
+
+
+_SHARED = nn.Linear(plain_models.WIDTH, plain_models.WIDTH)
+
+
+@pytest.mark.parametrize("place", [0, 10, 19])
+def test_a_foreign_weight_is_found_in_whichever_slice_it_is_used(place: int) -> None:
+    hidden = torch.randn(2, 20, plain_models.WIDTH).clamp(max=1)
+    hidden[0, place, 0] = 3
+    with pytest.raises(UnsupportedError, match="neither its own parameter nor its argument"):
+        run_tiled(Tiling(4), Pooled(), None, hidden.requires_grad_())
+
+
+class Uneven(plain_models.Mlp):
+    """Returns something else for rare tokens."""
+
+    def __init__(self, instead: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.instead = instead
+
+    def forward(self, hidden: Tensor) -> Any:
+        output = super().forward(hidden)
+        return (output, self.instead(output) if (hidden > 2).any() else output)
+
+
+@pytest.mark.parametrize("instead", [lambda output: None, lambda output: output.double()])
+def test_slices_that_return_different_things_are_refused(instead: Callable[[Tensor], Any]) -> None:
+    hidden = torch.randn(2, 20, plain_models.WIDTH).clamp(max=1)
+    hidden[0, 15] = 3
+    with pytest.raises(UnsupportedError, match="its slices return different things"):
+        run_tiled(Tiling(4), Uneven(instead), None, hidden)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("compute", [nn.utils.weight_norm, lambda x: prune.l1_unstructured(x, "weight", 0.3)])
+def test_a_weight_that_a_hook_computes_is_named(compute: Callable[[nn.Module], Any]) -> None:
+    module = plain_models.Mlp()
+    compute(module.up)
+    with pytest.raises(UnsupportedError, match=r"up\.weight is computed anew each time .*prune and weight_norm"):
+        run_tiled(Tiling(4), module, None, torch.randn(2, 20, plain_models.WIDTH, requires_grad=True))

@@ -20,7 +20,6 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.regions.execution_state import AutocastState
 from hf_ckpt.regions.head import chunked_loss, row_operations
 from hf_ckpt.regions.head.chunked_loss import LossCall, in_chunks
 from hf_ckpt.regions.head.head_call import LogitsState, RowOperation, compute_logits, unsupported
@@ -320,7 +319,7 @@ def _apply_to_rows(
         return NotImplemented
     state = logits.state
     stored = (*args[:position], None, *args[position + 1 :])
-    operation = RowOperation(function, stored, kwargs, position, logits.dim(), AutocastState.now())
+    operation = RowOperation.of(function, stored, kwargs, position, logits.dim())
     sample = operation.run(state.sample)
     if is_cast:
         if (sample.dtype, sample.device) == (state.sample.dtype, state.sample.device) and not kwargs.get("copy"):
@@ -427,7 +426,7 @@ def _loss(name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     # The proof is given what the caller wrote, and prepares it by itself.
     loss = LossCall(_LOSSES[name], target, weight, given["ignore_index"], given["reduction"], options)
     proof = _proof(loss, logits)
-    loss = replace(loss, target=target.flatten(), weight=None if weight is None else weight.to(exact.dtype))
+    loss = replace(loss, target=target.flatten(), weight=None if weight is None else weight.to(exact.dtype, copy=True))
     compute = partial(_in_chunks, exact)
     value = chunked_loss.loss_in_chunks(compute if proof is None else partial(proof.compute, compute), loss)
     value = link_to_logits(value if value.dim() == 0 else value.view(leading), logits)

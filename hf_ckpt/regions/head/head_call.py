@@ -7,14 +7,17 @@ the vocabulary. All that is stored here works on each row alone.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import AutocastState
@@ -41,7 +44,8 @@ class HeadCall:
         self._autocast = AutocastState.now()
         self.head = module
         self._forward = vars(module).get("forward")
-        self._versions = [(parameter, parameter._version) for parameter in module.parameters() if _is_whole(parameter)]
+        held = [*filter(_is_whole, module.parameters()), *(x for x in module.buffers() if not x.is_inference())]
+        self._versions = [(tensor, tensor._version) for tensor in held]
         self._forms = _forms(module)
 
     def lengths(self, num_rows: int) -> list[int]:
@@ -60,10 +64,12 @@ class HeadCall:
         with self._autocast.restored():
             if _shares_its_unit(self.head):
                 return self._run_in_unit(hidden, keyword)
-            if not weights:
+            if not self.is_gathered_by_itself():
+                return cast("Tensor", self._with(weights)(hidden))
+            # Once for all: an engine that shards runs a model in one thread.
+            with _hooks_of_engines_alone(self._module), _hooks_of_engines_alone(self.head):
                 logits: Tensor = self._module(hidden, **keyword)
-                return logits
-            return cast("Tensor", self._with(weights)(hidden))
+            return logits
 
     def _with(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """Return a head with other weights in the place of its own.
@@ -78,6 +84,10 @@ class HeadCall:
             found = vars(head).pop("forward").args[-1]
             if found is not None:
                 vars(head)["forward"] = found
+        # Those on the head have run: on the hidden states, and on the logits that were put off.
+        for name in _HOOKS:
+            hooks = vars(head)[name]
+            vars(head)[name] = OrderedDict((number, hook) for number, hook in hooks.items() if _is_of_engine(hook))
         return head
 
     def _run_in_unit(self, hidden: Tensor, keyword: dict[str, bool]) -> Tensor:
@@ -104,10 +114,11 @@ class HeadCall:
                 "label_smoothing_factor or compute_loss_func), make the head a unit of its own, or leave head: chunked "
                 "out."
             )
-        if any(parameter._version != version for parameter, version in self._versions):
+        if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
                 "The logits that head: chunked put off are asked for after the head's weights have changed (an "
-                "optimizer step), so that they would come out different. Use them before, or leave head: chunked out."
+                "optimizer step), or its buffers, so that they would come out different. Use them before, or leave "
+                "head: chunked out."
             )
 
     def is_gathered_by_itself(self) -> bool:
@@ -132,6 +143,15 @@ class RowOperation:
     """Of the logits that it was called with, so that dimensions keep their numbers."""
     autocast: AutocastState
     """It may decide the dtype."""
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], position: int, num_dims: int
+    ) -> RowOperation:
+        """Store an operation that is called now, with `args` and `kwargs` as they are now."""
+        # Copies: an addition saves nothing, so that its caller may write to what was added. One row at most, each.
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        return cls(function, args, kwargs, position, num_dims, AutocastState.now())
 
     def run(self, logits: Tensor) -> Tensor:
         """Apply the operation to some rows, [n, V]."""
@@ -212,6 +232,32 @@ def _replica(module: nn.Module, weights: Mapping[int, Tensor]) -> nn.Module:
     modules = {name: None if child is None else _replica(child, weights) for name, child in module._modules.items()}
     vars(replica).update(_parameters=parameters, _modules=modules)
     return replica
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_ENGINES = ("torch.", "deepspeed.", "accelerate.", "hf_ckpt.")
+
+
+def _is_of_engine(hook: Any) -> bool:
+    """Whether a hook gathers weights or watches, by where it comes from: it is to see each chunk."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return f"{getattr(hook, '__module__', None)}.".startswith(_ENGINES)
+
+
+@contextmanager
+def _hooks_of_engines_alone(module: nn.Module) -> Iterator[None]:
+    """Take the other hooks of a module away for the block."""
+    found = [(hooks, dict(hooks)) for hooks in map(vars(module).__getitem__, _HOOKS)]
+    for hooks, before in found:
+        for number in [number for number, hook in before.items() if not _is_of_engine(hook)]:
+            del hooks[number]
+    try:
+        yield
+    finally:
+        for hooks, before in found:
+            hooks.clear()
+            hooks.update(before)
 
 
 def _forms(module: nn.Module) -> list[tuple[type, torch.Size]]:

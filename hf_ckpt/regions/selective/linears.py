@@ -60,6 +60,22 @@ def _leave(module: nn.Module, args: Any, output: Any) -> Tensor | None:
 # --- Which are taken as a whole. ---
 
 
+def is_seen_as_it_is(module: Any) -> bool:
+    """Whether the hooks of `watch_linears` are the innermost: others may place theirs inside of them at any time."""
+    attributes = module.__dict__
+    for hook in reversed(attributes["_forward_pre_hooks"].values()):
+        if hook is _enter:
+            break
+        if not is_ours(hook):
+            return False
+    for hook in attributes["_forward_hooks"].values():
+        if hook is _leave:
+            break
+        if not is_ours(hook):
+            return False
+    return True
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Whether a module is a linear layer with adapters around it."""
     return _is_one_of(module, _ADAPTED)

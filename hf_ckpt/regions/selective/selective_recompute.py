@@ -152,7 +152,7 @@ def _recompute_eagerly(
         kept.note_returned(tensors_in(returned))
         return returned
 
-    return run_watched(values, function, args, tensors, run)
+    return run_watched(values, function, args, call, tensors, run)
 
 
 def _contexts(
@@ -228,7 +228,7 @@ class ForwardRun:
         """See `RegionRun`."""
         number = self._calls.number(LINEAR_LAYER)
         whole = None
-        if self._is_by_modules:
+        if self._is_by_modules and linears.is_seen_as_it_is(module):
             is_kept = self._saves.preset == SELECTIVE or bool(self.modules)
             # Of an adapted layer of which nothing is kept, parts may be named.
             is_certain = is_kept or not self._saves.names

@@ -22,7 +22,21 @@ import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from tests import traces, training
-from tests.regions.head.head_steps import BOUND, VOCAB, chunked, ids, labels, llama, logits, own_loss, step, worst
+from tests.regions.head.head_steps import (
+    BOUND,
+    VOCAB,
+    Loss,
+    check_same,
+    chunked,
+    ids,
+    labels,
+    llama,
+    logits,
+    off_by,
+    own_loss,
+    step,
+    worst,
+)
 
 core = pytest.mark.core
 
@@ -241,3 +255,93 @@ def test_trainer_logs_the_same_losses(changes: dict[str, Any], tmp_path: Path) -
     with_it = training.trainer(training.llama(), tmp_path, hf_ckpt.HFCkptCallback("full", head="chunked"), **changes)
     with_it.train()
     assert training.losses(with_it) == pytest.approx(training.losses(plain), rel=BOUND)
+
+
+# --- What changes after the call, and hooks on the head. ---
+
+
+def start() -> Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
+
+
+def loss_of(scores: Tensor) -> Tensor:
+    return functional.cross_entropy(scores[:, :-1].reshape(-1, VOCAB), ids()[:, 1:].reshape(-1))
+
+
+def moved_before_the_loss(model: nn.Module) -> Tensor:
+    scores = model(input_ids=ids()).logits + (prior := start())
+    prior.mul_(-0.5)
+    return loss_of(scores)
+
+
+def moved_after_the_loss(model: nn.Module) -> Tensor:
+    loss = loss_of(torch.where(start() > 2, -1e4, model(input_ids=ids()).logits) - (prior := start()))
+    prior.mul_(-0.5)
+    return loss
+
+
+def columns_moved(model: nn.Module) -> Tensor:
+    scores, prior = model(input_ids=ids()).logits, start()
+    scores[..., :9] = prior[:9]
+    prior.mul_(-0.5)
+    return loss_of(scores)
+
+
+def class_weights_moved(model: nn.Module) -> Tensor:
+    scores = model(input_ids=ids()).logits[:, :-1].reshape(-1, VOCAB)
+    weight = start().abs() + 0.1
+    # A plain step that saves the weights would refuse the write.
+    loss = functional.cross_entropy(
+        scores, ids()[:, 1:].reshape(-1), weight=weight if is_chunked(model) else weight.clone()
+    )
+    weight.mul_(2)
+    return loss
+
+
+def is_chunked(model: nn.Module) -> bool:
+    return "forward" in vars(model.lm_head)
+
+
+@core
+@pytest.mark.parametrize(
+    "loss", [moved_before_the_loss, moved_after_the_loss, columns_moved, class_weights_moved], ids=lambda x: x.__name__
+)
+def test_what_is_put_into_the_logits_may_be_written_to_afterwards(loss: Loss) -> None:
+    check_same(llama(), loss)
+
+
+def on_input(hook: Any) -> Any:
+    return lambda head, given: given[0].register_hook(hook) and None
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "scales what is given": lambda head: head.register_forward_pre_hook(lambda head, given: (given[0] * 2,)),
+    "scales the logits": lambda head: head.register_forward_hook(lambda head, given, out: out * 2),
+    "adds to the logits": lambda head: head.register_forward_hook(lambda head, given, out: out + start()),
+    "halves the input's gradient": lambda head: head.register_forward_pre_hook(on_input(lambda g: g * 0.5)),
+    "normalises the input's gradient": lambda head: head.register_forward_pre_hook(on_input(lambda g: g / g.norm())),
+    "normalises the weight's gradient": lambda head: head.weight.register_hook(lambda g: g / g.norm()),
+    "places a hook on the weight": lambda head: head.register_forward_pre_hook(
+        lambda head, given: head.weight.register_hook(lambda g: g / g.norm()) and None
+    ),
+}
+
+
+@core
+@pytest.mark.sweep(keep=4)
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_on_the_head_run_once(hook: str, is_frozen: bool) -> None:
+    if is_frozen and "weight" in hook:
+        pytest.skip("a frozen weight has no gradient")
+    model = llama()
+    model.lm_head.requires_grad_(not is_frozen)
+    # One that places hooks on the weight does so in each step.
+    HOOKS[hook](model.lm_head)
+    expected = step(model)
+    if model.lm_head.weight._backward_hooks and "places" in hook:
+        model.lm_head.weight._backward_hooks.clear()
+    with chunked(model):
+        got = step(model)
+    assert off_by(got[0], expected[0]) <= BOUND
+    assert worst(got[1], expected[1]) <= BOUND

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_ckpt
@@ -281,3 +281,47 @@ def test_selective_attention_is_exact_on_local_attention_and_hybrids(model_type:
     with hf_ckpt.apply(case.model, "selective_attention") as applied:
         assert exactness.differences(without, exactness.step(case)) == []
     assert [str(entry.mode) for stack in applied.plan.stacks for entry in stack.layers] == expected
+
+
+# --- Hooks on linear layers that come later than the plan. ---
+
+
+def exchange(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, given, output: output * 2).remove()
+    module.register_forward_hook(lambda module, given, output: output * 3, prepend=True)
+
+
+def halved(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient * 0.5
+
+
+LATE_HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "forward": lambda x: x.register_forward_hook(lambda module, given, output: output * 2 + 0.1),
+    "forward, prepended": lambda x: x.register_forward_hook(lambda module, given, out: out * 2 + 0.1, prepend=True),
+    "forward, exchanged": exchange,
+    "before": lambda x: x.register_forward_pre_hook(lambda module, given: (given[0] * 2 + 0.1,)),
+    "before, prepended": lambda x: x.register_forward_pre_hook(lambda module, given: (given[0] * 2,), prepend=True),
+    "backward": lambda x: x.register_full_backward_hook(lambda module, given, _: (halved(given[0]),), prepend=True),
+    "before backward": lambda x: x.register_full_backward_pre_hook(lambda module, given: (given[0] * 0.5,)),
+}
+
+
+# The first adapter is given what needs no gradient.
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.sweep(keep=6)
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("first_step", [0, 1, 3])
+@pytest.mark.parametrize("hook", LATE_HOOKS)
+def test_hooks_that_are_placed_on_linear_layers_later_act_once(hook: str, first_step: int, adapted: bool) -> None:
+    found = []
+    for policy in ("none", "selective"):
+        case = exactness.build("llama")
+        case = exactness.lora(case) if adapted else case
+        with hf_ckpt.apply(case.model, policy):
+            for _ in range(first_step):
+                exactness.step(case)
+            for name, module in case.model.named_modules():
+                if name.endswith(("q_proj", "up_proj", "down_proj")):
+                    LATE_HOOKS[hook](module)
+            found.append([exactness.step(case) for _ in range(2)])
+    assert [exactness.differences(*pair) for pair in zip(*found, strict=True)] == [[], []]
