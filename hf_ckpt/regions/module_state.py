@@ -13,7 +13,7 @@ values of some trainable weights. Those values reveal optimizers that write past
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -187,6 +187,27 @@ class CallState:
     def path(self) -> str | None:
         """The path of the module, for messages; None if it is no region of a plan."""
         return None if self._state is None else self._state.path
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that runs."""
+        module: nn.Module | None = self._module
+        return module
+
+    @property
+    def errors(self) -> PendingErrors | None:
+        """Those of the plan."""
+        return None if self._state is None else self._state.errors
+
+    def setting(self) -> Hashable:
+        """Return what tells hooks and settings from others; None where a setting has changed since the last run."""
+        if self._state is None:
+            return ()
+        layout = self._state.layout(self._module)
+        attributes = layout.attributes
+        if not attributes.are_as(attributes._values):
+            return None
+        return self._state.path, attributes.num_changes, *layout.hooks_now()
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:

@@ -37,14 +37,14 @@ class RegionRun(Protocol):
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """Return what an operator returns; `call(*args, **kwargs)` runs it."""
 
-    def note_view(self, tensor: Tensor, view: Tensor) -> None:
-        """Note that a tensor got a view that counts its own writes: products of 3-D input have such."""
-
     def enter_module(self, module: nn.Module, args: Any) -> None:
-        """Note that the forward of a linear or adapted layer begins (`linears`)."""
+        """Note that the forward of an adapted layer begins (`linears`)."""
 
-    def leave_module(self, module: nn.Module, output: Any) -> Any:
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Note that it ends. Return what takes the place of its output; None to leave that."""
+
+    def end(self, raised: type[BaseException] | None) -> None:
+        """End the run."""
 
 
 class InterceptionState(NamedTuple):
@@ -94,9 +94,11 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstr
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]  # upstream
-        self._run = None
+        run, self._run = self._run, None
         ACTIVE.run, previous = self._previous
         restore_interception(previous)
+        assert run is not None, "it is entered"
+        run.end(raised[0])
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -114,7 +116,7 @@ class KernelInterception:
         self._begin = begin
 
     def __enter__(self) -> KernelInterception:
-        run = self._begin()
+        run = self._run = self._begin()
         self._previous = ACTIVE.run, begin_interception(run)
         ACTIVE.run = run
         return self
@@ -122,6 +124,7 @@ class KernelInterception:
     def __exit__(self, *raised: Any) -> None:
         ACTIVE.run, previous = self._previous
         restore_interception(previous)
+        self._run.end(raised[0])
 
 
 @cache
@@ -202,7 +205,6 @@ class _KernelRegistry:
         # Autograd makes them, which is off inside of kernels.
         _wrapped_numbers()
         self._library("_").fallback(fallthrough_kernel, _KEY_NAME)  # type: ignore[no-untyped-call]  # upstream
-        self._make("aten", "_unsafe_view", partial(_view, self._below))
         for schema in torch._C._jit_get_all_schemas():
             if role_of(schema) is not OperatorRole.CHEAP:
                 self.add(schema)
@@ -306,12 +308,3 @@ def _wrapped_numbers() -> dict[type, Tensor]:
     with torch.inference_mode(False), torch.enable_grad():
         factor = torch.ones((), dtype=torch.complex128, device="cpu", requires_grad=True)
         return {kind: (factor * kind(1)).grad_fn._saved_other for kind in _NUMBERS}  # type: ignore[union-attr]
-
-
-def _view(below: Any, keyset: Any, tensor: Tensor, size: Any) -> Tensor:
-    """The kernel of `_unsafe_view`."""
-    view: Tensor = torch.ops.aten._unsafe_view.default.redispatch(keyset & below, tensor, size)
-    receiver = ACTIVE.interception.receiver
-    if receiver is not None:
-        receiver.note_view(tensor, view)
-    return view

@@ -1,7 +1,7 @@
-"""Linear layers, and those that PEFT has adapted: which can be taken as a whole, and the hooks that report them.
+"""Linear layers that PEFT has adapted: which can be taken as a whole, and the hooks that report them.
 
-Knows them by the names of their classes, so that no library has to be there. See Note [Linear layers] and Note [Sums of
-adapted layers] in `kept_outputs`.
+Knows them by the names of their classes, so that no library has to be there. See Note [Sums of adapted layers] in
+`kept_outputs`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.regions.selective.dispatch import ACTIVE
-from hf_ckpt.regions.selective.save_rules import NARROW, OperatorKind
+from hf_ckpt.regions.selective.save_rules import PLACES_OF_WEIGHTS, OperatorKind, rows_of
 
 _LINEARS = frozenset({"torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"})
 """Their forward is one product and a bias, and their output the product in another shape."""
@@ -27,32 +27,24 @@ _PACKED = frozenset({"bitsandbytes.nn.modules.Linear4bit"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def watch_linears(layer: nn.Module) -> Iterator[RemovableHandle]:
-    """Place hooks that tell a region of the linear and adapted layers inside `layer`; yield their handles."""
-    inside = {id(part) for module in layer.modules() if is_adapted(module) for part in _wide_parts(module)}
-    for module in layer.modules():
-        if is_adapted(module) or (_is_one_of(module, _LINEARS) and id(module) not in inside):
-            # Innermost: others' hooks see what the layer returns, never what stands for its products.
-            yield module.register_forward_pre_hook(_enter)
-            yield module.register_forward_hook(_leave, prepend=True)
-
-
-def _wide_parts(module: Any) -> Iterator[nn.Module]:
-    """Yield the parts of an adapted layer whose products its sum takes the place of."""
-    yield module.base_layer
-    yield from module.lora_B.values()
+def watch_adapted(layer: nn.Module) -> Iterator[RemovableHandle]:
+    """Place hooks that tell a region of the adapted layers inside `layer`; yield their handles."""
+    for module in filter(is_adapted, layer.modules()):
+        # Innermost: others' hooks see what the layer returns, never what stands for its products.
+        yield module.register_forward_pre_hook(_enter)
+        yield module.register_forward_hook(_leave, prepend=True)
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a linear or adapted layer."""
+    """Forward pre-hook of an adapted layer."""
     if not torch.compiler.is_compiling() and ACTIVE.run is not None:
         ACTIVE.run.enter_module(module, args)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """Forward hook of a linear or adapted layer."""
+    """Forward hook of an adapted layer."""
     if not torch.compiler.is_compiling() and ACTIVE.run is not None:
-        replaced: Tensor | None = ACTIVE.run.leave_module(module, output)
+        replaced: Tensor | None = ACTIVE.run.leave_module(module, args, output)
         return replaced
     return None
 
@@ -98,6 +90,8 @@ def is_adapter_sum(module: Any, args: Any) -> bool:
     return (
         _is_bare(base)
         and all(is_linear(part, hidden) and _is_bare(part) for part in parts)
+        # By which its first product is known.
+        and parts[0].weight.shape[0] < parts[1].weight.shape[0]
         and (is_linear(base, hidden) or _is_as_wide(base, hidden))
     )
 
@@ -134,30 +128,22 @@ def _name_of(cls: Any) -> str:
 # --- What they return. ---
 
 
-def is_worth_keeping(module: Any, output: Any) -> bool:
-    """Whether what a linear or adapted layer returned is to be kept, where all is; see `save_rules.is_narrow`."""
-    if type(output) not in (Tensor, FakeTensor):
-        return False
-    if is_adapted(module):
-        return True
-    outer = output.shape[-1]
-    inner = module.weight.numel() // outer
-    return bool(inner * NARROW > outer)
+def rank_of(module: Any) -> int:
+    """Return the rank of the adapter of a sum."""
+    weight: Tensor = module.lora_A[next(name for name in module.active_adapters if name in module.lora_A)].weight
+    return weight.shape[0]
 
 
-def is_output(module: Any, kind: OperatorKind) -> bool:
-    """Whether what a linear layer returns is what its operator does, and not that with a bias on it."""
-    return module.bias is None or kind.packet in ("aten.addmm", "aten.linear")
-
-
-def shape_of_product(kind: OperatorKind, args: Any, outer: int) -> tuple[int, ...]:
-    """Return the shape of a linear layer's product of `outer` columns, by what its operator is given."""
-    return (*_rows(kind, args).shape[:-1], outer)
+def is_first(kind: OperatorKind, args: Any, rank: int) -> bool:
+    """Whether a product inside of a sum is the first one of the adapter, and not as wide as the sum."""
+    place = PLACES_OF_WEIGHTS.get(kind.packet)
+    return place is not None and bool(args[place].shape[1] == rank)
 
 
 def placeholder(kind: OperatorKind, args: Any, outer: int) -> Tensor:
-    """Return a tensor without memory for a linear layer's product. See `shape_of_product`."""
-    return Placeholder.of(shape_of_product(kind, args, outer), _rows(kind, args).dtype)
+    """Return a tensor without memory for a linear layer's product of `outer` columns, by what its operator is given."""
+    rows = rows_of(kind, args)
+    return Placeholder.of((*rows.shape[:-1], outer), rows.dtype)
 
 
 class Placeholder(Tensor):
@@ -209,8 +195,3 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def _stand_in(tensor: Tensor) -> Tensor:
     return Placeholder.of(tensor.shape, tensor.dtype)
-
-
-def _rows(kind: OperatorKind, args: Any) -> Tensor:
-    rows: Tensor = args[1] if kind.packet in ("aten.addmm", "aten.baddbmm") else args[0]
-    return rows

@@ -96,8 +96,6 @@ class OperatorKind:
     role: OperatorRole
     function: Any = None
     """The overload, or the higher-order operator."""
-    written: tuple[tuple[int, str], ...] = ()
-    """Places and names of the arguments that it writes to."""
     returns_new: bool = True
     """What it returns is new memory; only that can be kept."""
     is_random: bool = False
@@ -109,11 +107,6 @@ class OperatorKind:
     def is_higher_order(self) -> bool:
         """Whether it is run by Python, and not by torch's dispatcher."""
         return self.packet.startswith(_HIGHER_ORDER)
-
-    def written_tensors(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
-        """Yield the tensors that a call writes to."""
-        for index, name in self.written:
-            yield from nested_tensors_in(args[index] if index < len(args) else kwargs.get(name))
 
     def draws(self, args: Any, kwargs: Any) -> bool:
         """Whether a call of an operator that may draw random numbers does."""
@@ -131,8 +124,9 @@ def operator_kind(function: Any) -> OperatorKind:
     packet = schema.name.replace("::", ".")
     namespace = packet.partition(".")[0]
     arguments = [(index, argument) for index, argument in enumerate(schema.arguments)]
-    written = tuple((index, argument.name) for index, argument in arguments if _is_written(schema, argument))
-    is_alias = any(result.alias_info is not None for result in schema.returns) or _is_collective(schema)
+    # Collectives write into what they are given, and their schemas do not say so.
+    is_collective = schema.name.startswith("c10d::") and schema.name.endswith("_")
+    is_alias = is_collective or any(result.alias_info is not None for result in schema.returns)
     is_foreign = namespace not in ("aten", "prims", "prim")
     role = role_of(schema)
     return OperatorKind(
@@ -140,7 +134,6 @@ def operator_kind(function: Any) -> OperatorKind:
         packet=packet,
         role=role,
         function=function,
-        written=written,
         returns_new=not is_alias and packet not in _UNDECLARED_VIEWS and _returns_tensors(schema),
         # Other libraries do not tag their operators; to bring back a state that nobody touched is harmless. Their
         # products, of which a layer has many, draw nothing.
@@ -153,15 +146,6 @@ def operator_kind(function: Any) -> OperatorKind:
 def role_of(schema: Any) -> OperatorRole:
     """Return what the operator of a schema is for."""
     return _role(schema.name.replace("::", "."), len(schema.returns))
-
-
-def _is_written(schema: Any, argument: Any) -> bool:
-    return _is_collective(schema) or (argument.alias_info is not None and bool(argument.alias_info.is_write))
-
-
-def _is_collective(schema: Any) -> bool:
-    # Collectives write into what they are given, and their schemas do not say so.
-    return bool(schema.name.startswith("c10d::") and schema.name.endswith("_"))
 
 
 def _returns_tensors(schema: Any) -> bool:
@@ -185,11 +169,39 @@ def is_narrow(packet: str, args: Any) -> bool:
     The second product of an adapter is: [B * S, rank] times [rank, out]. Its output is as large as that of the layer it
     belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds.
     """
-    place = {"aten.mm": 1, "aten.addmm": 2}.get(packet)
+    place = PLACES_OF_WEIGHTS.get(packet)
     if place is None or len(args) <= place:
         return False
     inner, outer = args[place].shape
     return bool(inner * NARROW <= outer)
+
+
+def fed_tensors(kind: OperatorKind, args: Any) -> list[Tensor]:
+    """Return the tensors that an operator works on, without weights."""
+    if kind.role is OperatorRole.PRODUCT and kind.packet not in _OF_TWO_INPUTS:
+        return [rows_of(kind, args)]
+    return [tensor for tensor in nested_tensors_in(args) if not isinstance(tensor, nn.Parameter)]
+
+
+_OF_TWO_INPUTS = frozenset({"aten.bmm", "aten.baddbmm"})
+
+
+def rows_of(kind: OperatorKind, args: Any) -> Tensor:
+    """Return what a product multiplies with its weight."""
+    rows: Tensor = args[1] if kind.packet in _ADDS_FIRST else args[0]
+    return rows
+
+
+_ADDS_FIRST = frozenset({"aten.addmm", "aten.baddbmm", "aten._addmm_activation", "aten.addbmm", "aten.addmv"})
+
+
+def linear_weight(kind: OperatorKind, args: Any) -> int:
+    """Return the address of a product's weight; 0 if it is not known."""
+    place = PLACES_OF_WEIGHTS.get(kind.packet)
+    return 0 if place is None or type(args[place]) not in (Tensor, nn.Parameter) else args[place].data_ptr()
+
+
+PLACES_OF_WEIGHTS = {"aten.mm": 1, "aten.addmm": 2}
 
 
 def nested_tensors_in(value: Any) -> Iterator[Tensor]:
@@ -274,9 +286,8 @@ class SaveRules:
         return (self.preset,) if is_kept else ()
 
     def ignores(self, function: Any) -> bool:
-        """Whether an operator neither writes nor has an output that can be kept."""
-        kind = operator_kind(function)
-        return not kind.written and not may_keep(self)[kind]
+        """Whether no output of an operator can be kept."""
+        return not may_keep(self)[operator_kind(function)]
 
     def matching(self, layer: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         """Yield the modules below a layer that globs match, each with those globs."""
