@@ -23,7 +23,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeGuard
@@ -581,32 +581,42 @@ def bit_sums(tensors: Sequence[Tensor], *, is_whole: bool, is_sparse: bool = Fal
 
     Of a large one a quarter is read otherwise, and at most a MiB or two if `is_sparse`.
     """
-    return [_bit_sum(tensor, is_whole, is_sparse) for tensor in tensors if is_plain(tensor) or _is_fake(tensor)]
+    found: list[BitSum] = []
+    for tensor in tensors:
+        # First what there is most of where the host has no time to lose.
+        if (
+            type(tensor) is Tensor
+            and tensor.is_contiguous()
+            and tensor.nbytes <= _AS_BYTES
+            and not is_read_late(tensor)
+        ):
+            found.append(_bytes_sum(tensor))
+        elif is_plain(tensor):
+            is_late = is_read_late(tensor)
+            with unobserved() if is_late or torch._C._len_torch_dispatch_stack() else torch.no_grad():
+                if not is_late and tensor.nbytes <= _AS_BYTES and tensor.layout is torch.strided:
+                    found.append(_bytes_sum(tensor.detach().contiguous()))
+                    continue
+                total = _bit_sum(tensor.detach(), is_whole, is_sparse)
+                found.append(total if is_late else int(total))
+        elif type(tensor) is FakeTensor and not tensor.is_meta:
+            # A simulated step counts what is read.
+            found.append(_in_blocks(tensor.detach(), is_sparse).sum())
+    return found
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    # A simulated step counts what is read.
-    return type(tensor) is FakeTensor and not tensor.is_meta
+def _bytes_sum(tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(address)) if address else 0
 
 
-def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> BitSum:
-    is_fake = type(tensor) is FakeTensor
-    is_late = is_fake or is_read_late(tensor)
-    is_observed = not is_fake and torch._C._len_torch_dispatch_stack()
-    with torch._C._DisableTorchDispatch() if is_observed else nullcontext():
-        if not is_late and tensor.nbytes <= _AS_BYTES:
-            row = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-            address = row.data_ptr()
-            return zlib.crc32((ctypes.c_char * row.nbytes).from_address(address)) if address else 0
-        tensor = tensor.detach()
-        bits = _bits(_as_real(tensor) if tensor.is_complex() or tensor.is_neg() else tensor)
-        if is_whole and not is_fake:
-            total = _hash(bits)
-        elif bits.numel() <= _WEIGHTED and not is_fake:
-            total = bits.mul(_weights_of_places(bits.shape, bits.device)).sum()
-        else:
-            total = _in_blocks(bits, is_sparse).sum()
-        return total if is_late else int(total)
+def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> Tensor:
+    bits = _bits(_as_real(tensor))
+    if is_whole:
+        return _hash(bits)
+    if bits.numel() <= _WEIGHTED:
+        return bits.mul(_weights_of_places(bits.shape, bits.device)).sum()
+    return _in_blocks(bits, is_sparse).sum()
 
 
 @lru_cache(maxsize=256)

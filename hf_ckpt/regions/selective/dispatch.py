@@ -275,7 +275,8 @@ class _Kernel:
                 return call(*args, **kwargs)
             return receiver.run(self._kind, args, kwargs, call)
         finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)
+            # A run may pause what follows.
+            torch._C._dispatch_tls_set_dispatch_key_included(self._key, ACTIVE.interception.is_on)
 
 
 # --- Numbers that stand for tensors. ---

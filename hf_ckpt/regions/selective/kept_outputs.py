@@ -81,7 +81,7 @@ class _KeptOutput:
     kind: OperatorKind
     output: Any
     """Its tensors without graph, or their handles, in the tuples that they came in."""
-    shapes: tuple[torch.Size, ...]
+    shapes: list[torch.Size]
     """Of the tensors that it was fed, to notice a recomputation that takes another way."""
     random_state: RandomState | None
     """After it, where it drew random numbers."""
@@ -115,9 +115,9 @@ class KeptOutputs:
         self._operators: frozenset[CallId] = frozenset()
         self._entries: dict[CallId, _KeptOutput] = {}
         self._num_needed = 0
-        # Adapted layers that were taken as a whole, whether or not anything of them is kept: columns, dtype and device
-        # of what they returned.
-        self.adapted: dict[CallId, tuple[int, torch.dtype, torch.device]] = {}
+        # Adapted layers that were taken as a whole, whether or not anything of them is kept: their rank, and columns,
+        # dtype and device of what they returned.
+        self.adapted: dict[CallId, tuple[int, int, torch.dtype, torch.device]] = {}
         self._unneeded: set[CallId] = set()
         self._looked_at: list[_Look] = []
         if values is not None:
@@ -132,14 +132,23 @@ class KeptOutputs:
             return
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         detach = Tensor.clone if number in self._coverage.copied_calls else Tensor.detach
-        detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
-        tensors = list(nested_tensors_in([detached]))
+        if isinstance(output, Tensor):
+            detached = detach(output)
+            tensors = [detached]
+        else:
+            detached = tree_map_only(Tensor, detach, output)
+            tensors = list(nested_tensors_in(detached))
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
-        sums, fed = self._sums(tensors), self._sums(fed_tensors(kind, args), is_fed=True)
-        self._entries[number] = _KeptOutput(kind, detached, _shapes(args), random_state, sums, fed)
+        fed = fed_tensors(kind, args)
+        shapes, sums = [tensor.shape for tensor in fed], self._sums_of_fed(kind, fed)
+        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, self._sums(tensors), sums)
 
-    def _sums(self, tensors: Sequence[Tensor], *, is_fed: bool = False) -> list[BitSum]:
-        return bit_sums(tensors, is_whole=self._is_whole, is_sparse=is_fed)
+    def _sums(self, tensors: Sequence[Tensor]) -> list[BitSum]:
+        return bit_sums(tensors, is_whole=self._is_whole)
+
+    def _sums_of_fed(self, kind: OperatorKind, fed: list[Tensor]) -> list[BitSum]:
+        # An adapted layer feeds its adapter what it is fed.
+        return [] if kind is ADAPTED_LAYER else bit_sums(fed, is_whole=self._is_whole, is_sparse=True)
 
     def note_saved(self) -> None:
         """Note that autograd saves a tensor: recomputation comes at least as far as here."""
@@ -150,18 +159,19 @@ class KeptOutputs:
         numbers = list(self._entries)
         self._operators = frozenset(numbers[: self._num_needed])
         self._unneeded = set(numbers[self._num_needed :])
-        # Else the host would wait for a device in every step.
-        may_wait = not self._coverage.knows((self._setting, self._operators))
-        for number in numbers:
-            entry = self._entries[number]
-            is_looked_at = may_wait or not any(isinstance(each, Tensor) for each in entry.sums)
-            if number in self._unneeded:
-                del self._entries[number]
-            elif is_looked_at and sums_differ(entry.sums, self._sums(list(nested_tensors_in([entry.output])))):
+        for number in self._unneeded:
+            del self._entries[number]
+        if self._values is not None or not self._coverage.knows((self._setting, self._operators)):
+            # The host waits for the device.
+            for number in [number for number, entry in self._entries.items() if self._is_written(entry)]:
                 self._coverage.copied_calls.add(number)
                 del self._entries[number]
-            elif (keeper := self._keeper) is not None:
+        if (keeper := self._keeper) is not None:
+            for entry in self._entries.values():
                 entry.output = tree_map_only(Tensor, partial(_handed_over, keeper), entry.output)
+
+    def _is_written(self, entry: _KeptOutput) -> bool:
+        return bool(sums_differ(entry.sums, self._sums(list(nested_tensors_in([entry.output])))))
 
     # --- Recomputation. ---
 
@@ -176,36 +186,49 @@ class KeptOutputs:
         entry = self._entries.get(number)
         if entry is None:
             return NOT_KEPT
-        if entry.shapes != _shapes(args):
+        fed = fed_tensors(entry.kind, args)
+        if entry.shapes != (shapes := [tensor.shape for tensor in fed]):
             raise UnsupportedError(
                 f"Recomputing a layer came to {entry.kind.name} number {number[1] + 1} with inputs of "
-                f"{list(map(list, _shapes(args)))} where the forward had {list(map(list, entry.shapes))}: the layer "
-                "does not repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
+                f"{list(map(list, shapes))} where the forward had {list(map(list, entry.shapes))}: the layer does not "
+                "repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
             )
-        weight = linear_weight(entry.kind, args)
-        self._look(_Look(number, weight, True, entry.fed, self._sums(fed_tensors(entry.kind, args), is_fed=True)))
-        return self._pop(number, weight)
+        self._look(number, linear_weight(entry.kind, args), entry.fed, self._sums_of_fed(entry.kind, fed), is_fed=True)
+        return self._pop(number)
 
-    def _pop(self, number: CallId, weight: int = 0) -> Any:
+    def _pop(self, number: CallId) -> Any:
         entry = self._entries.pop(number)
-        if entry.random_state is not None:
-            # What follows must draw the numbers that it drew behind this operator.
-            entry.random_state.restore()
         output = entry.output
         if (keeper := self._keeper) is not None:
             output = tree_map_only(_KeeperHandle, lambda handle: keeper.get(handle.value).detach(), output)
-        self._look(_Look(number, weight, False, entry.sums, self._sums(list(nested_tensors_in([output])))))
+        is_known, sums = self._may_run_again(entry), entry.sums
+        # That of an adapted layer was looked at by `is_kept`, when it began.
+        if not is_known or entry.kind is not ADAPTED_LAYER:
+            sums = self._sums(list(nested_tensors_in([output])))
+        if is_known and sums != entry.sums:
+            return NOT_KEPT
+        if entry.random_state is not None:
+            # What follows must draw the numbers that it drew behind this operator.
+            entry.random_state.restore()
+        self._look(number, 0, entry.sums, sums, is_fed=False)
         return output
 
-    def _look(self, look: _Look) -> None:
+    def _may_run_again(self, entry: _KeptOutput) -> bool:
+        """Whether it is known at once that an output was written to, by nothing that the first step looks for."""
+        return self._values is None and self._keeper is None and not any(isinstance(s, Tensor) for s in entry.sums)
+
+    def _look(self, number: CallId, weight: int, before: list[BitSum], now: list[BitSum], *, is_fed: bool) -> None:
         # What is known to be equal needs no second look.
-        if any(isinstance(each, Tensor) for each in look.now) or look.before != look.now:
-            self._looked_at.append(look)
+        if any(isinstance(each, Tensor) for each in now) or before != now:
+            self._looked_at.append(_Look(number, weight, is_fed, before, now))
 
     def is_kept(self, number: CallId) -> bool:
         """Whether what an adapted layer returned is there, or is not needed by what backward needs."""
-        # A recomputation that is looked at goes on to where it is needed.
-        return number in self._entries or (number in self._unneeded and self._values is None)
+        entry = self._entries.get(number)
+        if entry is None:
+            # A recomputation that is looked at goes on to where it is needed.
+            return number in self._unneeded and self._values is None
+        return not self._may_run_again(entry) or not self._is_written(entry)
 
     def run_unneeded(self, number: CallId, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of an adapted layer for real; only to be compared, if backward needs nothing behind it."""
@@ -267,7 +290,8 @@ class KeptOutputs:
         look = next(each for each in looked_at if each.differs())
         (operator, place), module = look.number, self._state.module
         inside = () if module is None else module.named_parameters()
-        owner = next((name for name, each in inside if look.weight and each.data_ptr() == look.weight), "")
+        weight = next((each.weight for each in looked_at if each.weight and each.number == look.number), 0)
+        owner = next((name for name, each in inside if weight and each.data_ptr() == weight), "")
         return f"{operator} number {place + 1}" + f" ({owner.rpartition('.')[0]})" * bool(owner)
 
 
@@ -310,10 +334,6 @@ class CallCounter:
         place = self._num_calls.get(kind.name, 0)
         self._num_calls[kind.name] = place + 1
         return kind.name, place
-
-
-def _shapes(args: Any) -> tuple[torch.Size, ...]:
-    return tuple([tensor.shape for tensor in nested_tensors_in(args)])
 
 
 class SaveCoverage:

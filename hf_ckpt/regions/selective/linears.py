@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache, reduce
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _LINEARS = frozenset({"torch.nn.modules.linear.Linear", "transformers.pytorch_ut
 """Their forward is one product and a bias, and their output the product in another shape."""
 _ADAPTED = frozenset({"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"})
 _PACKED = frozenset({"bitsandbytes.nn.modules.Linear4bit"})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def watch_adapted(layer: nn.Module) -> Iterator[RemovableHandle]:
@@ -76,24 +77,30 @@ def _is_flat(hidden: Tensor) -> bool:
     return hidden.dim() == 3 and hidden.is_contiguous()
 
 
-def is_adapter_sum(module: Any, args: Any) -> bool:
-    """Whether an adapted layer returns the sum of its base's product and one adapter's, by PEFT's own forward."""
-    modules = module.__dict__["_modules"]
-    if module.disable_adapters or module.merged or "forward" in module.__dict__ or len(args) != 1:
-        return False
-    hidden = args[0]
-    names = [name for name in module.active_adapters if name in modules["lora_A"]]
+def rank_of_sum(module: Any, args: Any) -> int:
+    """Return the rank of the adapter whose product an adapted layer adds to its base's, by PEFT's own forward, or 0.
+
+    0 as well where somebody else looks at what is added, and for a rank as large as the layer is wide.
+    """
+    own = module.__dict__
+    if len(args) != 1 or module.disable_adapters or module.merged or "forward" in own:
+        return 0
+    modules = own["_modules"]
+    firsts = modules["lora_A"]._modules
+    names = [name for name in module.active_adapters if name in firsts]
     if len(names) != 1 or names[0] in module.lora_variant:
-        return False
-    base = modules["base_layer"]
-    parts = (modules["lora_A"][names[0]], modules["lora_B"][names[0]])
-    return (
-        _is_bare(base)
-        and all(is_linear(part, hidden) and _is_bare(part) for part in parts)
-        # By which its first product is known.
-        and parts[0].weight.shape[0] < parts[1].weight.shape[0]
-        and (is_linear(base, hidden) or _is_as_wide(base, hidden))
-    )
+        return 0
+    base, first, second = modules["base_layer"], firsts[names[0]], modules["lora_B"]._modules[names[0]]
+    hidden = args[0]
+    if (
+        not all(map(_is_bare, (base, first, second)))
+        or not is_linear(first, hidden)
+        or not is_linear(second, hidden)
+        or not (is_linear(base, hidden) or _is_as_wide(base, hidden))
+    ):
+        return 0
+    rank: int = second.in_features
+    return rank if rank < second.out_features else 0
 
 
 def _is_as_wide(base: Any, hidden: Tensor) -> bool:
@@ -106,13 +113,9 @@ def _is_as_wide(base: Any, hidden: Tensor) -> bool:
 
 def _is_bare(module: nn.Module) -> bool:
     """Whether only we see what a module is given and returns."""
-    attributes = module.__dict__
-    for name in _HOOKS:
-        hooks = attributes[name]
-        # Hooks of this package count, watch and name; none of them looks at numbers that are recomputed.
-        if hooks and not all(map(is_ours, hooks.values())):
-            return False
-    return True
+    hooks = _hooks_of(module)
+    # Hooks of this package count, watch and name; none of them looks at numbers that are recomputed.
+    return not any(hooks) or all(is_ours(hook) for each in hooks for hook in each.values())
 
 
 def _is_one_of(module: nn.Module, names: frozenset[str]) -> bool:
@@ -126,12 +129,6 @@ def _name_of(cls: Any) -> str:
 
 
 # --- What they return. ---
-
-
-def rank_of(module: Any) -> int:
-    """Return the rank of the adapter of a sum."""
-    weight: Tensor = module.lora_A[next(name for name in module.active_adapters if name in module.lora_A)].weight
-    return weight.shape[0]
 
 
 def is_first(kind: OperatorKind, args: Any, rank: int) -> bool:

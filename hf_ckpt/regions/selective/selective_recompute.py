@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.regions.compiled import recompute_compiled, run_uncompiled
 from hf_ckpt.regions.execution_state import AllRecomputed, Function, refuse_transforms
 from hf_ckpt.regions.recompute import run_checkpointed, run_watched, split_call
-from hf_ckpt.regions.selective import linears
+from hf_ckpt.regions.selective import dispatch, linears
 from hf_ckpt.regions.selective.dispatch import ACTIVE, DispatchMode, KernelInterception
 from hf_ckpt.regions.selective.kept_outputs import (
     ADAPTED_LAYER,
@@ -212,6 +212,8 @@ class _Sum:
     """Columns of what it returns."""
     is_handed_out: bool = False
     """In recomputation: its kept sum stands for what it computes."""
+    paused: list[dispatch.InterceptionState] = field(default_factory=list)
+    """In forward: from before the rest of the layer, to be restored after it."""
 
 
 class ForwardRun(_Run):
@@ -229,10 +231,15 @@ class ForwardRun(_Run):
         output = call(*args, **kwargs)
         is_attention = self._probabilities is not None and self._probabilities.take(kind, args, output)
         if self._may_keep[kind]:
-            number = self._calls.number(kind)
-            reasons = self._reasons(kind, args, is_attention)
-            if kind.role is OperatorRole.ROUTING or (reasons and self._sum_around(kind, args) is None):
-                self._kept.keep(number, kind, args, kwargs, output)
+            whole = self._sum_around(kind, args)
+            reasons = () if whole and not self._proves else self._reasons(kind, args, is_attention)
+            if whole is None:
+                number = self._calls.number(kind)
+                if kind.role is OperatorRole.ROUTING or reasons:
+                    self._kept.keep(number, kind, args, kwargs, output)
+                if self._entered and self._entered[-1] is not None:
+                    # The first product of an adapter: nothing that is kept follows in its layer.
+                    self._entered[-1].paused.append(dispatch.pause_interception())
             if self._proves:
                 self._coverage.note_kept(self._saves, reasons, is_attention)
         if self._proves:
@@ -249,14 +256,16 @@ class ForwardRun(_Run):
         """See `RegionRun`."""
         number = self._calls.number(ADAPTED_LAYER)
         is_kept = self._saves.preset == SELECTIVE or (bool(self.modules) and is_by_modules(self._saves))
-        is_sum = is_kept and linears.is_adapter_sum(module, args)
-        self._entered.append(_Sum(number, linears.rank_of(module)) if is_sum else None)
+        rank = linears.rank_of_sum(module, args) if is_kept else 0
+        self._entered.append(_Sum(number, rank) if rank else None)
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """See `RegionRun`."""
         whole = self._entered.pop()
         if whole is not None:
-            self._kept.adapted[whole.number] = output.shape[-1], output.dtype, output.device
+            for state in whole.paused[:1]:
+                dispatch.restore_interception(state)
+            self._kept.adapted[whole.number] = whole.rank, output.shape[-1], output.dtype, output.device
             self._kept.keep(whole.number, ADAPTED_LAYER, args, {}, output)
 
     def end(self, raised: type[BaseException] | None) -> None:
@@ -272,22 +281,22 @@ class RecomputationRun(_Run):
         """See `RegionRun`."""
         if not self._may_keep[kind]:
             return call(*args, **kwargs)
-        number = self._calls.number(kind)
         if (whole := self._sum_around(kind, args)) is not None:
             if whole.is_handed_out:
                 return linears.placeholder(kind, args, whole.outer)
             return self._kept.run_unneeded(whole.number, call, args, kwargs)
-        output = self._kept.take(number, args)
+        output = self._kept.take(self._calls.number(kind), args)
         return call(*args, **kwargs) if output is NOT_KEPT else output
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """See `RegionRun`."""
         number = self._calls.number(ADAPTED_LAYER)
         whole = None
-        # Where it is a sum no longer (somebody looks inside since), or was handed out before, it runs for real.
-        if number in self._kept.adapted and linears.is_adapter_sum(module, args):
-            outer = self._kept.adapted[number][0]
-            whole = _Sum(number, linears.rank_of(module), outer, self._kept.is_kept(number))
+        if number in self._kept.adapted:
+            rank, outer, *_ = self._kept.adapted[number]
+            # Where it is a sum no longer (somebody looks inside since), or was handed out before, it runs for real.
+            is_handed_out = linears.rank_of_sum(module, args) == rank and self._kept.is_kept(number)
+            whole = _Sum(number, rank, outer, is_handed_out)
         self._entered.append(whole)
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
@@ -299,7 +308,7 @@ class RecomputationRun(_Run):
         kept = self._kept.take(whole.number, args)
         if kept is NOT_KEPT:
             # Backward needs nothing from here on: what is computed with it has no use.
-            _, dtype, device = self._kept.adapted[whole.number]
+            *_, dtype, device = self._kept.adapted[whole.number]
             kept = torch.zeros(output.shape, dtype=dtype, device=device)
         found: Tensor = kept
         if not output.requires_grad:

@@ -338,7 +338,7 @@ HIDDEN = torch.randn(2, 3, 8)
 
 
 def test_an_adapted_layer_is_a_sum() -> None:
-    assert linears.is_adapter_sum(adapted(lora_dropout=0.1), (HIDDEN,))
+    assert linears.rank_of_sum(adapted(lora_dropout=0.1), (HIDDEN,))
 
 
 def _merge(module: Any) -> None:
@@ -369,11 +369,11 @@ def _patch_base(module: Any) -> None:
 def test_a_layer_that_somebody_has_changed_is_none(change: Callable[[Any], None]) -> None:
     module = adapted()
     change(module)
-    assert not linears.is_adapter_sum(module, (HIDDEN,))
+    assert not linears.rank_of_sum(module, (HIDDEN,))
 
 
 def test_variants_are_none() -> None:
-    assert not linears.is_adapter_sum(adapted(use_dora=True), (HIDDEN,))
+    assert not linears.rank_of_sum(adapted(use_dora=True), (HIDDEN,))
 
 
 @contextmanager
