@@ -162,16 +162,17 @@ class KeptOutputs:
         for number in self._unneeded:
             del self._entries[number]
         if self._values is not None or not self._coverage.knows((self._setting, self._operators)):
-            # The host waits for the device.
-            for number in [number for number, entry in self._entries.items() if self._is_written(entry)]:
-                self._coverage.copied_calls.add(number)
-                del self._entries[number]
+            looks = [_Look(number, 0, False, each.sums, self._sums_of(each)) for number, each in self._entries.items()]
+            # The host waits for a device once.
+            for look in filter(_Look.differs, looks if _differ(looks) else ()):
+                self._coverage.copied_calls.add(look.number)
+                del self._entries[look.number]
         if (keeper := self._keeper) is not None:
             for entry in self._entries.values():
                 entry.output = tree_map_only(Tensor, partial(_handed_over, keeper), entry.output)
 
-    def _is_written(self, entry: _KeptOutput) -> bool:
-        return bool(sums_differ(entry.sums, self._sums(list(nested_tensors_in([entry.output])))))
+    def _sums_of(self, entry: _KeptOutput) -> list[BitSum]:
+        return self._sums(list(nested_tensors_in([entry.output])))
 
     # --- Recomputation. ---
 
@@ -228,7 +229,7 @@ class KeptOutputs:
         if entry is None:
             # A recomputation that is looked at goes on to where it is needed.
             return number in self._unneeded and self._values is None
-        return not self._may_run_again(entry) or not self._is_written(entry)
+        return not self._may_run_again(entry) or entry.sums == self._sums_of(entry)
 
     def run_unneeded(self, number: CallId, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of an adapted layer for real; only to be compared, if backward needs nothing behind it."""
@@ -404,7 +405,7 @@ class SaveCoverage:
             return
         if kind.returns_new:
             self._seen[kind.packet] = kind.role
-        if kind.is_higher_order:
+        if kind.is_higher_order or (may_keep and kind.role is OperatorRole.CHEAP):
             self.needs_dispatch_mode = True
         elif may_keep:
             self._without_kernels.add(kind.function)
