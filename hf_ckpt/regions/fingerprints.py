@@ -565,21 +565,24 @@ BitSum = int | Tensor
 
 _AS_BYTES = 1 << 16
 """Bytes up to which a tensor on the CPU is read past torch."""
-_WEIGHTED = 1 << 16
+_WEIGHTED = 1 << 15
 """Elements up to which each is weighted by its place."""
 _BLOCK = 64
 """Elements that are read in a row of a larger tensor."""
 _PERIOD = 257
-"""From one block to the next. A prime, and no divisor of usual widths: each column is read in every few rows. A quarter
-of the tensor is read, and what is written to 193 elements in a row, or to a few rows of a column, is seen."""
+"""From one block to the next: a quarter is read. A prime, and no divisor of usual widths: each column is read in every
+few rows. What is written to so many elements in a row, or to a column of some rows, is seen."""
+_LARGE = 1 << 22
+"""Elements from which on a sixteenth is read."""
+_LARGE_PERIOD = 1031
 _MAX_BLOCKS = 1 << 13
-"""Of a sparse sum, which is for differences that are all over a tensor."""
+"""Of a sparse sum, which is for differences that are all over a tensor: a MiB or two."""
 
 
 def bit_sums(tensors: Sequence[Tensor], *, is_whole: bool, is_sparse: bool = False) -> list[BitSum]:
     """Return the sums of those tensors that are plain. `is_whole` reads all of each, in some more kernels.
 
-    Of a large one a quarter is read otherwise, and at most a MiB or two if `is_sparse`.
+    Of a large one some blocks are read otherwise, and fewer if `is_sparse`.
     """
     found: list[BitSum] = []
     for tensor in tensors:
@@ -636,7 +639,9 @@ def _in_blocks(bits: Tensor, is_sparse: bool) -> Tensor:
     size = bits.numel()
     if size <= _PERIOD or sum((n - 1) * step for n, step in zip(bits.shape, bits.stride(), strict=True)) + 1 != size:
         return bits
-    period = max(_PERIOD, size // _MAX_BLOCKS | 1) if is_sparse else _PERIOD
+    period = _PERIOD if size < _LARGE else _LARGE_PERIOD
+    if is_sparse:
+        period = max(period, size // _MAX_BLOCKS | 1)
     return bits.as_strided(((size - _BLOCK) // period + 1, _BLOCK), (period, 1), bits.storage_offset())
 
 
