@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,22 @@ _CASE = "llama2_7b_lora_8192"
 _WAYS = tuple((name, is_late) for name in ADAPTERS for is_late in (False, True))
 
 
+# Functions, as a mock would hold what it is called with.
+def _always(tensor: torch.Tensor) -> bool:
+    return True
+
+
+def _no_sums(tensors: Sequence[torch.Tensor], **options: bool) -> list[Any]:
+    return []
+
+
 def child(name: str, is_late: bool) -> None:
     """Run a turn of steps for each line of the input, and print the host's microseconds per layer."""
     torch.set_num_threads(1)
     tokens = torch.arange(NUM_TOKENS)[None]
     model = build(ADAPTERS[name], "cpu", NUM_LAYERS)
     hf_ckpt.apply(model, "selective")
-    with mock.patch.object(fingerprints, "is_read_late", return_value=True) if is_late else nullcontext():
+    with mock.patch.object(fingerprints, "is_read_late", _always) if is_late else nullcontext():
         for _ in range(_NUM_WARMUP):
             _step(model, tokens)
         print("ready", flush=True)
@@ -117,7 +127,7 @@ def host(before: Path, name: str, is_late: bool, num_rounds: int) -> dict[str, A
 def predicted(device: str) -> dict[str, Any]:
     """Return step time and peak with the sums of bits, and without."""
     found: dict[str, dict[str, Any]] = {}
-    none = mock.patch.object(kept_outputs, "bit_sums", return_value=[])
+    none = mock.patch.object(kept_outputs, "bit_sums", _no_sums)
     for name in ("with", "without"):
         with none if name == "without" else nullcontext():
             case = CASES[_CASE]
