@@ -7,7 +7,6 @@ that none of them has to be imported. Knows no policy.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -216,20 +215,6 @@ def nested_tensors_in(value: Any) -> Iterator[Tensor]:
                 yield from nested_tensors_in(item)
 
 
-def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that a tensor lies in; of a wrapper, such as a DTensor, those of the tensors inside."""
-    if type(tensor) is Tensor and tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-        return
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        # A DTensor names its mesh among them.
-        for inner in nested_tensors_in([getattr(tensor, name) for name in flatten()[0]]):
-            yield from storages_of(inner)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-
-
 SELECTIVE = "selective"
 SELECTIVE_ATTENTION = "selective_attention"
 ATTENTION_OUTPUT = "attention_output"
@@ -418,7 +403,7 @@ def _operators(name: str) -> list[Any]:
 
 
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
-_PAD = "aten.constant_pad_nd"
+_BATCHED = frozenset({"aten.bmm", "aten.baddbmm"})
 
 
 class ProbabilityTracker:
@@ -426,49 +411,17 @@ class ProbabilityTracker:
 
     It is computed so by eager attention, and by `scaled_dot_product_attention` where no kernel fits (dropout on a CPU).
     There are no statistics then, and recomputation makes the scores and the probabilities again, up to that last
-    product. Follows what a softmax returned, through casts and dropout, to the product that takes it.
+    product: the next batched one behind a softmax. That of a router is over tokens, which have no batches of queries.
     """
 
     def __init__(self) -> None:
-        # By the address of a storage, which another may get once it is gone.
-        self._followed: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._is_next = False
 
     def take(self, kind: OperatorKind, args: Any, output: Any) -> bool:
-        """Follow probabilities through an operator that has run; return whether it multiplied them with something."""
+        """Note an operator that has run; return whether it multiplied probabilities with something."""
         if kind.packet in _SOFTMAX:
-            self._follow(output)
-        elif not self._followed:
-            return False
-        elif kind.role is OperatorRole.PRODUCT:
-            if any(self._is_followed(tensor) for tensor in nested_tensors_in(args)):
-                self._followed.clear()
-                return True
-        elif kind.returns_new:
-            # A cast, dropout, a mask. Views need nothing: they lie in the same storage.
-            self._hand_on(args, output, is_padded=kind.packet == _PAD)
+            self._is_next = output.dim() > 2
+        elif self._is_next and kind.packet in _BATCHED:
+            self._is_next = False
+            return True
         return False
-
-    def _hand_on(self, args: Any, output: Any, *, is_padded: bool) -> None:
-        first = next(nested_tensors_in(output), None)
-        # What is broadcast is something else: the weight of an expert times what it returned. Local attention pads its
-        # windows to a band.
-        if (
-            first is not None
-            and first.is_floating_point()
-            and any(
-                (is_padded or tensor.numel() == first.numel()) and self._is_followed(tensor)
-                for tensor in nested_tensors_in(args)
-            )
-        ):
-            self._follow(first)
-
-    def _follow(self, output: Any) -> None:
-        for tensor in nested_tensors_in(output):
-            for storage in storages_of(tensor):
-                self._followed[storage._cdata] = (weakref.ref(storage), tensor.numel())
-
-    def _is_followed(self, tensor: Tensor) -> bool:
-        return any(
-            storage._cdata in self._followed and self._followed[storage._cdata][0]() is not None
-            for storage in storages_of(tensor)
-        )
