@@ -23,7 +23,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeGuard
@@ -595,13 +595,9 @@ def bit_sums(tensors: Sequence[Tensor], *, is_whole: bool, is_sparse: bool = Fal
         ):
             found.append(_bytes_sum(tensor))
         elif is_plain(tensor):
-            is_late = is_read_late(tensor)
-            with unobserved() if is_late or torch._C._len_torch_dispatch_stack() else torch.no_grad():
-                if not is_late and tensor.nbytes <= _AS_BYTES and tensor.layout is torch.strided:
-                    found.append(_bytes_sum(tensor.detach().contiguous()))
-                    continue
-                total = _bit_sum(tensor.detach(), is_whole, is_sparse)
-                found.append(total if is_late else int(total))
+            # Without modes there is nobody to hide it from: no kernel of ours stands for these operators.
+            with unobserved() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                found.append(_bit_sum(tensor.detach(), is_whole, is_sparse))
         elif type(tensor) is FakeTensor and not tensor.is_meta:
             # A simulated step counts what is read.
             found.append(_in_blocks(tensor.detach(), is_sparse).sum())
@@ -613,13 +609,18 @@ def _bytes_sum(tensor: Tensor) -> int:
     return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(address)) if address else 0
 
 
-def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> Tensor:
-    bits = _bits(_as_real(tensor))
+def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> BitSum:
+    is_late = is_read_late(tensor)
+    if not is_late and tensor.nbytes <= _AS_BYTES:
+        return _bytes_sum(tensor.contiguous())
+    bits = _bits(_as_real(tensor) if tensor.is_complex() or tensor.is_neg() else tensor)
     if is_whole:
-        return _hash(bits)
-    if bits.numel() <= _WEIGHTED:
-        return bits.mul(_weights_of_places(bits.shape, bits.device)).sum()
-    return _in_blocks(bits, is_sparse).sum()
+        total = _hash(bits)
+    elif bits.numel() <= _WEIGHTED:
+        total = bits.mul(_weights_of_places(bits.shape, bits.device)).sum()
+    else:
+        total = _in_blocks(bits, is_sparse).sum()
+    return total if is_late else int(total)
 
 
 @lru_cache(maxsize=256)
