@@ -234,6 +234,7 @@ def test_an_adapter_that_is_added_between_steps_is_exact(names: list[str], rank:
 # --- Sums of bits. ---
 
 
+@pytest.mark.sweep(keep=8)
 @pytest.mark.parametrize("is_read_late", [False, True])
 @pytest.mark.parametrize("size", [(3, 5), (40, 512), (300, 4096)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
