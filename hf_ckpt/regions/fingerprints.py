@@ -10,8 +10,9 @@ wide as high. The sums of its rows and of its columns are weighted by place and 
 their order does not matter, and of words as they lie, so that nothing is copied: a handful of kernels for a tensor of
 any size. One word that changes, moves or trades places changes the sum of a row or of a column.
 
-Samples are cheap enough for every step: a few values of each weight. They are read past torch's dispatcher, or with
-Python's part of it switched off, so that modes that follow or count operators do not see it.
+Samples are cheap enough for every step: a few values of each weight. So are sums of bits, for which a large tensor is
+read in blocks. They are read past torch's dispatcher, or with Python's part of it switched off, so that modes that
+follow or count operators do not see it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.selective import dispatch
@@ -518,3 +521,105 @@ def unobserved(
             yield
     finally:
         dispatch.restore_interception(setting)
+
+
+# --- Sums of bits, in every step. ---
+
+BitSum = int | Tensor
+"""Tells the bits of a tensor, and where they are, from others; on a device a tensor, for which nobody waits."""
+
+_AS_BYTES = 1 << 16
+"""Bytes up to which a tensor on the CPU is read past torch."""
+_WEIGHTED = 1 << 15
+"""Elements up to which each is weighted by its place."""
+_BLOCK = 64
+"""Elements that are read in a row of a larger tensor."""
+_PERIOD = 257
+"""From one block to the next: a quarter is read. A prime, and no divisor of usual widths: each column is read in every
+few rows. What is written to so many elements in a row, or to a column of some rows, is seen."""
+_LARGE = 1 << 22
+"""Elements from which on a sixteenth is read."""
+_LARGE_PERIOD = 1031
+_MAX_BLOCKS = 1 << 13
+"""Of a sparse sum, which is for differences that are all over a tensor: a MiB or two."""
+
+
+def bit_sums(tensors: Sequence[Tensor], *, is_whole: bool, is_sparse: bool = False) -> list[BitSum]:
+    """Return the sums of those tensors that are plain. `is_whole` reads all of each, in some more kernels.
+
+    Of a large one some blocks are read otherwise, and fewer if `is_sparse`.
+    """
+    found: list[BitSum] = []
+    for tensor in tensors:
+        # First what there is most of where the host has no time to lose.
+        if (
+            type(tensor) is Tensor
+            and tensor.is_contiguous()
+            and tensor.nbytes <= _AS_BYTES
+            and not is_read_late(tensor)
+        ):
+            found.append(_bytes_sum(tensor))
+        elif is_plain(tensor):
+            # Without modes there is nobody to hide it from: no kernel of ours stands for these operators.
+            with unobserved() if torch._C._len_torch_dispatch_stack() else nullcontext():
+                found.append(_bit_sum(tensor.detach(), is_whole, is_sparse))
+        elif type(tensor) is FakeTensor and not tensor.is_meta:
+            # A simulated step counts what is read.
+            found.append(_in_blocks(tensor.detach(), is_sparse).sum())
+    return found
+
+
+def _bytes_sum(tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(address)) if address else 0
+
+
+def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> BitSum:
+    is_late = is_read_late(tensor)
+    if not is_late and tensor.nbytes <= _AS_BYTES:
+        return _bytes_sum(tensor.contiguous())
+    bits = _bits(_as_real(tensor) if tensor.is_complex() or tensor.is_neg() else tensor)
+    if is_whole:
+        total = _hash(bits)
+    elif bits.numel() <= _WEIGHTED:
+        total = bits.mul(_weights_of_places(bits.shape, bits.device)).sum()
+    else:
+        total = _in_blocks(bits, is_sparse).sum()
+    return total if is_late else int(total)
+
+
+@lru_cache(maxsize=256)
+def _weights_of_places(shape: torch.Size, device: torch.device) -> Tensor:
+    return _all_weights(device)[: shape.numel()].view(shape)
+
+
+@lru_cache(maxsize=16)
+def _all_weights(device: torch.device) -> Tensor:
+    # Never one that only inference mode, or a mode that makes other tensors, could use.
+    with torch.inference_mode(False), unobserved():
+        return _weights(0, _WEIGHTED, device)
+
+
+def _in_blocks(bits: Tensor, is_sparse: bool) -> Tensor:
+    """Return a view of blocks of a tensor, or the tensor where it does not fill a piece of memory."""
+    size = bits.numel()
+    if size <= _PERIOD or sum((n - 1) * step for n, step in zip(bits.shape, bits.stride(), strict=True)) + 1 != size:
+        return bits
+    period = _PERIOD if size < _LARGE else _LARGE_PERIOD
+    if is_sparse:
+        period = max(period, size // _MAX_BLOCKS | 1)
+    return bits.as_strided(((size - _BLOCK) // period + 1, _BLOCK), (period, 1), bits.storage_offset())
+
+
+def sums_differ(before: Sequence[BitSum], now: Sequence[BitSum]) -> bool | Tensor:
+    """Whether tensors are others than before; a tensor on their device if that is not known yet."""
+    on_host = [[each for each in sums if isinstance(each, int)] for sums in (before, now)]
+    late = [[each for each in sums if type(each) is Tensor] for sums in (before, now)]
+    if on_host[0] != on_host[1] or len(late[0]) != len(late[1]):
+        return True
+    if not late[0]:
+        return False
+    with unobserved():
+        if len({each.device for each in late[0]}) > 1:
+            return any(bool(one != other) for one, other in zip(*late, strict=True))
+        return (torch.stack(late[0]) != torch.stack(late[1])).any()

@@ -92,6 +92,15 @@ class HeldState:
         self._shape: _Shape | None = None
         self._written: dict[int, weakref.ref[Tensor]] = {}
         self._num_forwards = 0
+        self.num_changes = 0
+        """How often `has_changed` has found one."""
+
+    def has_changed(self) -> bool:
+        """Whether there is something else than when this was looked at last."""
+        last = self._shape
+        is_other = last is not None and self.look() is not last
+        self.num_changes += is_other
+        return is_other
 
     def look(self) -> _Shape:
         """Return which objects there are now."""

@@ -12,7 +12,7 @@ values of some trainable weights. Those values reveal optimizers that write past
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -193,6 +193,26 @@ class CallState:
             self._state.errors.add(is_wrong, refuse)
         elif bool(is_wrong):
             refuse()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that runs."""
+        module: nn.Module | None = self._module
+        return module
+
+    @property
+    def errors(self) -> PendingErrors | None:
+        """Those of the plan."""
+        return None if self._state is None else self._state.errors
+
+    def setting(self) -> Hashable:
+        """Return what tells hooks and settings from others; None where others have changed one since the last run."""
+        if self._state is None:
+            return ()
+        layout = self._state.layout(self._module)
+        if layout.held.has_changed():
+            return None
+        return self._state.path, layout.held.num_changes, *layout.hooks_now()
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:

@@ -154,7 +154,7 @@ class _Slices:
         parts: set[int] = set()
         with self._call.state.as_in_forward():
             for number, (start, length) in enumerate(self._tiling.slices_to_run(self._cut.bounds, inputs)):
-                # The first writes what the whole would. Hooks that each places on a weight are to see its gradient once.
+                # The first writes what the whole would. Hooks that each places on a weight see its gradient once.
                 with (
                     gradient_hooks_put_back(weights) if number else nullcontext(),
                     self._call.state.unwritten() if number == 1 else nullcontext(),

@@ -310,6 +310,20 @@ class Original(Protocol):
         """Run the original: the region is about to be recomputed from `tensors`."""
 
 
+class KeptValues(Protocol):
+    """What a selective region keeps of a call."""
+
+    def fault(self, *, is_fed: bool) -> str | None:
+        """Return what is wrong with what its recomputation was handed, or with what it fed to operators."""
+
+
+_UNKNOWN_CAUSE = "A generator or state that its module does not hold, or a changed input would explain it."
+_KEPT_WRONG = (
+    "Where nothing in the layer writes into it, this is a fault of hf_ckpt: please report it, and use another mode "
+    "meanwhile."
+)
+
+
 class CallProof:
     """Checks the runs of one call: the forward, then its recomputations. `module` is None if it is not known."""
 
@@ -323,8 +337,7 @@ class CallProof:
         self._module = module
         self._forward: _Run | None = None
         self._has_graph = True
-        self._kept: dict[Any, list[Fingerprint]] = {}
-        self._handed: list[tuple[str, list[Fingerprint], list[Fingerprint]]] = []
+        self._kept: weakref.ref[KeptValues] | None = None
         # Whether recomputation is to run on after the last tensor that backward needs. Under ZeRO-3 it cannot: weights
         # are freed when a module's forward ends, those of the last module while backward needs them.
         self.runs_to_end = module is None or "ds_id" not in vars(module)
@@ -415,27 +428,13 @@ class CallProof:
 
     # --- Outputs that selective regions keep. ---
 
-    def record_kept(self, number: Any, tensors: Sequence[Tensor]) -> None:
-        """Fingerprint an output that is kept."""
-        self._kept[number] = self.fingerprints(tensors)
+    def watch_kept(self, kept: KeptValues) -> None:
+        """Ask the region's kept outputs too. They hold this proof."""
+        self._kept = weakref.ref(kept)
 
-    def check_kept(self, number: Any, name: str, tensors: Sequence[Tensor]) -> None:
-        """Have an output checked that is returned in place of running its operator again."""
-        # When the recomputation ends: the host waits for the device once, not for each output.
-        self._handed.append((name, self._kept.get(number, []), self.fingerprints(tensors)))
-
-    def _fault_of_kept(self) -> str | None:
-        """Return what is wrong with the first output that is not the one that was kept, if there is one."""
-        handed, self._handed = self._handed, []
-        if all_equal(
-            [each for _, kept, _ in handed for each in kept], [each for *_, found in handed for each in found]
-        ):
-            return None
-        name = next(name for name, kept, found in handed if not all_equal(kept, found))
-        return (
-            f"recomputation is handed another output of {name} than the forward kept. This is a fault of hf_ckpt: "
-            "please report it, and use another mode meanwhile."
-        )
+    def _fault_of_kept(self, *, is_fed: bool) -> str | None:
+        kept = None if self._kept is None else self._kept()
+        return None if kept is None else kept.fault(is_fed=is_fed)
 
     def _run(
         self, function: Function, tensors: Sequence[Any], modules: dict[str, list[Fingerprint]]
@@ -473,14 +472,16 @@ class CallProof:
     def _find_fault(
         self, forward: _Run, again: _Run, returned: Any, run_again: Callable[[], list[Fingerprint]]
     ) -> str | None:
-        if (fault := self._fault_of_kept()) is not None:
-            return fault
+        if (fault := self._fault_of_kept(is_fed=False)) is not None:
+            return f"{fault} {_KEPT_WRONG}"
         if all_equal(forward.outputs, again.outputs):
             draws = not forward.before.random.is_same(forward.after.random)
             if draws and not forward.after.random.is_same(again.after.random):
                 return (
                     "its random numbers are not those of the forward: the state of the generators was not brought back."
                 )
+            if (fault := self._fault_of_kept(is_fed=True)) is not None:
+                return f"{fault} {_random_cause(forward, again) or _UNKNOWN_CAUSE}"
             return None
         outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         distance = largest_distance(forward.outputs, outputs)
@@ -492,13 +493,13 @@ class CallProof:
                 return None
         first = _first_difference(forward.modules, again.modules)
         place = f" The first module inside that returns something else is {first}." if first else ""
-        why = cause or ("A generator or state that its module does not hold, or a changed input would explain it.")
+        why = cause or _UNKNOWN_CAUSE
         return f"its recomputation returns something else than its forward{by_distance(distance)}.{place} {why}"
 
     def _find_fault_inside(self, forward: _Run, modules: dict[str, list[Fingerprint]]) -> str | None:
         """Compare what the modules returned that a recomputation ran before it was stopped."""
-        with _unobserved():
-            if (fault := self._fault_of_kept()) is not None:
+        for is_fed in (False, True):
+            if (fault := self._fault_of_kept(is_fed=is_fed)) is not None:
                 return fault
         for name, found in modules.items():
             with _unobserved():

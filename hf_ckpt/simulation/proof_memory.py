@@ -38,7 +38,6 @@ class SimulatedCallProof(CallProof):
         self._tracker = tracker
         self._of_forward = _Fingerprints()
         self._of_original = _Fingerprints()
-        self._of_recomputation: _Fingerprints | None = None
         self._num_saved: int | None = None
 
     def run(self, function: Function, *tensors: Any) -> Any:
@@ -46,16 +45,13 @@ class SimulatedCallProof(CallProof):
         is_forward = self._num_saved is None
         if not is_forward and self.original is not None:
             self.original.before_recomputation(tensors)
-        found = self._of_forward
-        if not is_forward:
-            found = self._of_recomputation = _Fingerprints()
+        found = self._of_forward if is_forward else _Fingerprints()
         try:
             with self._hooks(found), _counted_saves(self._saved) as num_saved:
                 returned = function(*tensors)
             self._record_fingerprints(found, returned, has_sketch=is_forward)
         finally:
             self._tracker.counts_time = True
-            self._of_recomputation = None
         if is_forward:
             self._num_saved = len(num_saved)
         else:
@@ -86,14 +82,6 @@ class SimulatedCallProof(CallProof):
     def _saved(self, number: int) -> None:
         if number == self._num_saved:
             self.after_last_needed()
-
-    def record_kept(self, number: Any, tensors: Sequence[Tensor]) -> None:
-        """See `CallProof`."""
-        self._record_fingerprints(self._of_forward, tensors)
-
-    def check_kept(self, number: Any, name: str, tensors: Sequence[Tensor]) -> None:
-        """See `CallProof`."""
-        self._record_fingerprints(self._of_recomputation or _Fingerprints(), tensors)
 
     def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """See `CallProof`; `found` are `_Fingerprints`."""

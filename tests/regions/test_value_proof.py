@@ -27,7 +27,7 @@ from hf_ckpt.regions import fingerprints, recompute, segments, value_proof
 from hf_ckpt.regions.execution_state import RandomState, is_in_backward
 from hf_ckpt.regions.offload import offloader
 from hf_ckpt.regions.recompute import Call
-from hf_ckpt.regions.selective import selective_recompute
+from hf_ckpt.regions.selective import kept_outputs, selective_recompute
 from hf_ckpt.regions.selective.kept_outputs import KeptOutputs, _KeeperHandle
 from tests.training import llama, lora, rows, trainer, weights
 
@@ -369,19 +369,27 @@ def test_hooks_of_the_proof_are_not_kept_beyond_it() -> None:
 
 def test_a_selective_layer_asks_the_device_once_for_all_that_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lora(lora_dropout=0.0).train()
-    asked = []
-    are_equal = fingerprints.are_equal
+    asked, looked = [], []
+    are_equal, sums_differ = fingerprints.are_equal, fingerprints.sums_differ
 
     def counted(one: fingerprints.Fingerprint, other: fingerprints.Fingerprint) -> bool:
         asked.append(one.hash.numel())
         return are_equal(one, other)
 
+    def counted_sums(before: Any, now: Any) -> Any:
+        looked.append(len(before))
+        return sums_differ(before, now)
+
     monkeypatch.setattr(fingerprints, "are_equal", counted)
+    monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: True)
+    monkeypatch.setattr(kept_outputs, "sums_differ", counted_sums)
     with hf_ckpt.apply(model, "selective"):
         backward(model)
-    # What it kept, and what it returns; what the last one was given and returned, and its gradients.
-    assert len(asked) == 2 * 4 + 2
-    assert sorted(asked)[: -4 - 1] == [1] * 4 + [2]
+    # What each returns; what the last one was given and returned, and its gradients.
+    assert len(asked) == 4 + 2
+    # All that a layer keeps when its forward ends and when it was handed out; all that was fed.
+    assert len(looked) == 3 * 4
+    assert all(number > 4 for number in looked)
 
 
 def test_layers_with_the_same_fault_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ below autograd, as a mode is: what autograd saves does not depend on it. It is i
 inside of a region, so that no other code runs these kernels. They stand for the process, and other models' regions run
 them: they hand on every call as torch made it.
 
-If torch comes to use that key, `kernels_are_possible` says no, and regions run under a dispatch mode.
+If torch comes to use that key, `kernels_are_possible` says no, and regions run under a dispatch mode; so do those that
+keep cheap operators, which take numbers in the place of tensors: torch hands Python the number of `x + 1`, and does not
+take that back (2.13).
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._guards import TracingContext
 from torch.library import Library, fallthrough_kernel
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.regions.selective.save_rules import OperatorKind, OperatorRole, operator_kind, role_of
 
@@ -37,14 +39,14 @@ class RegionRun(Protocol):
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """Return what an operator returns; `call(*args, **kwargs)` runs it."""
 
-    def note_view(self, tensor: Tensor, view: Tensor) -> None:
-        """Note that a tensor got a view that counts its own writes: products of 3-D input have such."""
-
     def enter_module(self, module: nn.Module, args: Any) -> None:
-        """Note that the forward of a linear or adapted layer begins (`linears`)."""
+        """Note that the forward of an adapted layer begins (`linears`)."""
 
-    def leave_module(self, module: nn.Module, output: Any) -> Any:
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Note that it ends. Return what takes the place of its output; None to leave that."""
+
+    def end(self, raised: type[BaseException] | None) -> None:
+        """End the run."""
 
 
 class InterceptionState(NamedTuple):
@@ -94,9 +96,11 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstr
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]  # upstream
-        self._run = None
+        run, self._run = self._run, None
         ACTIVE.run, previous = self._previous
         restore_interception(previous)
+        assert run is not None, "it is entered"
+        run.end(raised[0])
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -114,7 +118,7 @@ class KernelInterception:
         self._begin = begin
 
     def __enter__(self) -> KernelInterception:
-        run = self._begin()
+        run = self._run = self._begin()
         self._previous = ACTIVE.run, begin_interception(run)
         ACTIVE.run = run
         return self
@@ -122,6 +126,7 @@ class KernelInterception:
     def __exit__(self, *raised: Any) -> None:
         ACTIVE.run, previous = self._previous
         restore_interception(previous)
+        self._run.end(raised[0])
 
 
 @cache
@@ -199,10 +204,7 @@ class _KernelRegistry:
         self._below = torch._C._dispatch_keyset_full_after(self.key)
         self._libraries: dict[str, Library] = {}
         self._names: set[str] = set()
-        # Autograd makes them, which is off inside of kernels.
-        _wrapped_numbers()
         self._library("_").fallback(fallthrough_kernel, _KEY_NAME)  # type: ignore[no-untyped-call]  # upstream
-        self._make("aten", "_unsafe_view", partial(_view, self._below))
         for schema in torch._C._jit_get_all_schemas():
             if role_of(schema) is not OperatorRole.CHEAP:
                 self.add(schema)
@@ -252,8 +254,6 @@ class _Kernel:
         function = getattr(getattr(getattr(torch.ops, namespace), packet), self._overload or "default")
         self._kind = operator_kind(function)
         self._redispatch = function._handle.redispatch_boxed
-        tensors = [index for index, argument in enumerate(function._schema.arguments) if "Tensor" in str(argument.type)]
-        self._tensors = tuple(tensors)
         self._function = function
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -264,54 +264,11 @@ class _Kernel:
         # What an operator calls inside of itself is its own affair.
         torch._C._dispatch_tls_set_dispatch_key_included(self._key, False)
         try:
-            for index in self._tensors:
-                if index < len(args) and type(args[index]) in _NO_TENSORS:
-                    args = (*args[:index], _as_passed(args[index]), *args[index + 1 :])
             # Who compiles or traces inside of the region does not compute what the region computes.
             is_traced = torch._C._len_torch_dispatch_stack() != num_modes or TracingContext.try_get() is not None
             if receiver is None or is_traced:
                 return call(*args, **kwargs)
             return receiver.run(self._kind, args, kwargs, call)
         finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(self._key, True)
-
-
-# --- Numbers that stand for tensors. ---
-
-_NUMBERS = (bool, int, float, complex)
-_NO_TENSORS = frozenset({*_NUMBERS, list, tuple})
-
-
-def _as_passed(value: Any) -> Any:
-    """Return what torch passed in the place of a tensor, or of a list of tensors.
-
-    For the number in `x + 1` it passes a tensor that counts for less in type promotion than any other. It hands Python
-    the number, and does not take that back (2.13).
-    """
-    if isinstance(value, list | tuple):
-        return [_as_passed(item) for item in value]
-    if type(value) not in _NUMBERS:
-        return value
-    # Who traces inside of the region is to see the operator and no more.
-    with _disable_current_modes():
-        wrapped = _wrapped_numbers()[type(value)]
-        # A shallow copy stays wrapped; `detach` is an operator, and below autograd one that makes a plain tensor.
-        number = torch.tensor(value, dtype=wrapped.dtype, device="cpu")
-        return wrapped.data.set_(number)  # type: ignore[call-overload]  # torch's types leave this form out
-
-
-@cache
-def _wrapped_numbers() -> dict[type, Tensor]:
-    """Return a number of each type as torch passes it in the place of a tensor, which autograd saves."""
-    with torch.inference_mode(False), torch.enable_grad():
-        factor = torch.ones((), dtype=torch.complex128, device="cpu", requires_grad=True)
-        return {kind: (factor * kind(1)).grad_fn._saved_other for kind in _NUMBERS}  # type: ignore[union-attr]
-
-
-def _view(below: Any, keyset: Any, tensor: Tensor, size: Any) -> Tensor:
-    """The kernel of `_unsafe_view`."""
-    view: Tensor = torch.ops.aten._unsafe_view.default.redispatch(keyset & below, tensor, size)
-    receiver = ACTIVE.interception.receiver
-    if receiver is not None:
-        receiver.note_view(tensor, view)
-    return view
+            # A run may pause what follows.
+            torch._C._dispatch_tls_set_dispatch_key_included(self._key, ACTIVE.interception.is_on)

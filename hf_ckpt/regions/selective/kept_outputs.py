@@ -1,23 +1,14 @@
 """The outputs that one call of a region keeps, and whether the layers of a stack keep all that was asked for.
 
-Note [Writes into kept outputs]: an operator that writes in place gets here before it writes, with whatever view it
-writes through, and the output that lies in the same storage is copied first. The recomputation starts from the copy and
-writes again. torch's own selective checkpointing looks at version counters instead, and `_unsafe_view`, behind every
-linear layer on 3-D input, starts a new one: the write goes unseen and the gradients are wrong.
+Note [Looked at whenever used]: what is kept gets a fingerprint when it is made, and another one when it is handed out,
+in every step; so does, each time, what its operator is fed. Nothing that was seen before is relied upon: kernels
+launched past the dispatcher write too (Triton: Liger's rotary embedding rotates the queries in the output of their
+projection), as do operators inside of themselves (`torch.cdist`), numpy, and views that count their own writes.
 
-Note [Writes that no operator declares]: a kernel launched past the dispatcher can write too (Triton: Liger's rotary
-embedding rotates the queries in the output of their projection). Until the stack has been recomputed once, each kept
-output is summed over its bits when it is made and when the region ends. Where the sums differ the output is let go, so
-that its operator runs again, and from then on it is copied as soon as it is made.
-
-Note [Writes and kernels of our own]: our kernels (`dispatch`) are not given the operators that write, of which there
-are more than of any other kind, most of them inside of other operators. There, the tensors that were returned are held
-until the region ends, with what `_unsafe_view` made of them; where one of these has counted a write, the output is let
-go and copied from then on, as above.
-
-Note [Linear layers]: what a linear layer returns is its product, in another shape. So the product is taken from the
-module, and nothing that runs inside is looked at in forward (`linears`). In recomputation the product is replaced by
-what was kept, in the shape that it had.
+A kept output that the region itself writes to is let go when the region ends, so that its operator runs again. The host
+sees it there at once on a CPU; a device it asks where the call has a shape, hooks, settings or operators that the
+region has not been recomputed with. From then on such an output is copied as soon as it is made. What shows only
+later stops the backward.
 
 Note [Sums of adapted layers]: an adapted layer adds what its adapter returns to what its base returns, and nothing but
 the sum is used behind it. So the sum is kept in the place of the base's product, with the narrow product inside the
@@ -30,12 +21,11 @@ nothing is not kept.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError, did_you_mean
 from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.regions.fingerprints import BitSum, bit_sums, sums_differ
 from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.regions.selective.save_rules import (
     ATTENTION_OUTPUT,
@@ -52,16 +43,18 @@ from hf_ckpt.regions.selective.save_rules import (
     OperatorKind,
     OperatorRole,
     SaveRules,
+    fed_tensors,
+    linear_weight,
     nested_tensors_in,
-    storages_of,
 )
 
 if TYPE_CHECKING:
+    from hf_ckpt.regions.module_state import CallState
     from hf_ckpt.regions.value_proof import CallProof
 
 
-LINEAR_LAYER = OperatorKind("a linear layer", "", OperatorRole.PRODUCT)
-"""Stands for linear and adapted layers, as if they were operators."""
+ADAPTED_LAYER = OperatorKind("an adapted layer", "", OperatorRole.PRODUCT)
+"""Stands for adapted layers, as if they were operators."""
 
 
 class Keeper(Protocol):
@@ -88,148 +81,98 @@ class _KeptOutput:
     kind: OperatorKind
     output: Any
     """Its tensors without graph, or their handles, in the tuples that they came in."""
-    shapes: tuple[torch.Size, ...]
-    """Of the tensors that it was given, to notice a recomputation that takes another way."""
+    shapes: list[torch.Size]
+    """Of the tensors that it was fed, to notice a recomputation that takes another way."""
     random_state: RandomState | None
     """After it, where it drew random numbers."""
-    order: int
-    """How many outputs had been kept before it."""
-    sums: list[Tensor] = field(default_factory=list)
-    """Over the bits of its tensors, where they are checked."""
-    returned: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Its tensors as the layer got them, with the writes that they had counted, until the region ends."""
+    sums: list[BitSum]
+    """Of its tensors, as soon as they were made."""
+    fed: list[BitSum]
+    """Of the tensors that it was fed."""
 
 
 class KeptOutputs:
-    """What is kept of one call of a region.
+    """What is kept of one call of a region. Without a `keeper` the outputs are held here.
 
-    Without a `keeper` the outputs are held here. `checks_writes`: look for writes that no operator declares, at the
-    cost of reading each output twice. `sees_writes`: `before_write` is called; see Note [Writes and kernels of our
-    own].
+    `state` is that of the region's modules, and `setting` what tells this call from others, as far as that is known
+    before it runs; None if it is like no other.
     """
 
     def __init__(
         self,
         keeper: Keeper | None,
         coverage: SaveCoverage,
+        state: CallState,
+        setting: Hashable = None,
         values: CallProof | None = None,
-        *,
-        checks_writes: bool = False,
-        sees_writes: bool = True,
     ) -> None:
         self._keeper = keeper
         self._coverage = coverage
+        self._state = state
+        self._setting = setting
         self._values = values
-        self._checks_writes = checks_writes
-        self._sees_writes = sees_writes
-        self._last: _KeptOutput | None = None
+        self._is_whole = values is not None or not coverage.knows(setting)
+        self._operators: frozenset[CallId] = frozenset()
         self._entries: dict[CallId, _KeptOutput] = {}
-        self._in_storage: dict[int, list[_KeptOutput]] = {}
-        self._num_kept = 0
         self._num_needed = 0
-        # Linear and adapted layers that were taken as a whole, whether or not anything of them is kept: columns, dtype
-        # and device of what they returned.
-        self.modules: dict[CallId, tuple[int, torch.dtype, torch.device]] = {}
+        # Adapted layers that were taken as a whole, whether or not anything of them is kept: their rank, and columns,
+        # dtype and device of what they returned.
+        self.adapted: dict[CallId, tuple[int, int, torch.dtype, torch.device]] = {}
         self._unneeded: set[CallId] = set()
-        self._storages: set[int] = set()
-        self._returned: list[tuple[Tensor, int]] = []
+        self._looked_at: list[_Look] = []
+        if values is not None:
+            values.watch_kept(self)
 
     # --- Forward. ---
 
     def keep(self, number: CallId, kind: OperatorKind, args: Any, kwargs: Any, output: Any) -> None:
         """Keep what an operator returned; it has to be new memory."""
-        # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
-        is_copied = number in self._coverage.rewritten_calls
-        detach = Tensor.clone if is_copied else Tensor.detach
-        detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
-        tensors = [detached] if isinstance(detached, Tensor) else list(nested_tensors_in(detached))
-        random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
-        entry = _KeptOutput(kind, detached, _shapes(args), random_state, self._num_kept)
-        self._enter(number, entry, tensors, () if is_copied else nested_tensors_in([output]))
-
-    def keep_module(self, number: CallId, output: Tensor) -> None:
-        """Keep what a linear or adapted layer returned: as `keep` does, in less time, of one tensor."""
-        is_copied = number in self._coverage.rewritten_calls
-        detached = output.clone() if is_copied else output.detach()
-        entry = _KeptOutput(LINEAR_LAYER, detached, (), None, self._num_kept)
-        self._enter(number, entry, [detached], () if is_copied else (output,))
-
-    def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor], returned: Iterable[Tensor]) -> None:
         if torch.is_inference_mode_enabled():
-            # Tensors that are made there count no writes. No graph needs them: they are computed again.
+            # No graph needs what is made there: it is computed again.
             return
-        self._num_kept += 1
-        self._entries[number] = self._last = entry
-        if self._checks_writes:
-            entry.sums = _sums(tensors)
-        if self._values is not None:
-            self._values.record_kept(number, tensors)
-        if not self._sees_writes:
-            entry.returned = [(tensor, tensor._version) for tensor in returned]
-            return
-        for tensor in tensors:
-            for storage in storages_of(tensor):
-                self._in_storage.setdefault(storage._cdata, []).append(entry)
+        # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
+        detach = Tensor.clone if number in self._coverage.copied_calls else Tensor.detach
+        if isinstance(output, Tensor):
+            detached = detach(output)
+            tensors = [detached]
+        else:
+            detached = tree_map_only(Tensor, detach, output)
+            tensors = list(nested_tensors_in(detached))
+        random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
+        fed = fed_tensors(kind, args)
+        shapes, sums = [tensor.shape for tensor in fed], self._sums_of_fed(kind, fed)
+        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, self._sums(tensors), sums)
 
-    def note_view(self, tensor: Tensor, view: Tensor) -> None:
-        """Note that a tensor got a view that counts its own writes."""
-        if self._last is not None and any(tensor is returned for returned, _ in self._last.returned):
-            self._last.returned.append((view, view._version))
+    def _sums(self, tensors: Sequence[Tensor]) -> list[BitSum]:
+        return bit_sums(tensors, is_whole=self._is_whole)
 
-    def before_write(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any]) -> None:
-        """Copy what is kept in the storages of tensors that an operator is about to write to."""
-        if not self._in_storage:
-            return
-        for tensor in kind.written_tensors(args, kwargs):
-            for storage in storages_of(tensor):
-                if storage._cdata not in self._in_storage:
-                    continue
-                for entry in self._in_storage.pop(storage._cdata, ()):
-                    self._coverage.has_writes = True
-                    entry.output = tree_map_only(Tensor, partial(_copy_out_of, storage._cdata), entry.output)
+    def _sums_of_fed(self, kind: OperatorKind, fed: list[Tensor]) -> list[BitSum]:
+        # An adapted layer feeds its adapter what it is fed.
+        return [] if kind is ADAPTED_LAYER else bit_sums(fed, is_whole=self._is_whole, is_sparse=True)
 
     def note_saved(self) -> None:
         """Note that autograd saves a tensor: recomputation comes at least as far as here."""
-        self._num_needed = self._num_kept
+        self._num_needed = len(self._entries)
 
     def finish(self) -> None:
-        """End the forward: let go what no recomputation comes to, and hand the rest to the keeper."""
-        self._unneeded = {number for number, entry in self._entries.items() if entry.order >= self._num_needed}
+        """End the forward: let go what the region wrote to or no recomputation comes to; the keeper gets the rest."""
+        numbers = list(self._entries)
+        self._operators = frozenset(numbers[: self._num_needed])
+        self._unneeded = set(numbers[self._num_needed :])
         for number in self._unneeded:
             del self._entries[number]
-        self._in_storage.clear()
-        for number, entry in list(self._entries.items()):
-            is_written = any(tensor._version != version for tensor, version in entry.returned)
-            if entry.sums and not is_written:
-                sums = zip(entry.sums, _sums(list(nested_tensors_in(entry.output))), strict=True)
-                is_written = not all(torch.equal(before, after) for before, after in sums)
-            if is_written:
-                self._coverage.note_unseen_write(number)
-                del self._entries[number]
-        self.forget_returned()
-        self._storages = {
-            storage._cdata
-            for entry in self._entries.values()
-            for tensor in nested_tensors_in(entry.output)
-            for storage in storages_of(tensor)
-        }
+        if self._values is not None or not self._coverage.knows((self._setting, self._operators)):
+            looks = [_Look(number, 0, False, each.sums, self._sums_of(each)) for number, each in self._entries.items()]
+            # The host waits for a device once.
+            for look in filter(_Look.differs, looks if _differ(looks) else ()):
+                self._coverage.copied_calls.add(look.number)
+                del self._entries[look.number]
         if (keeper := self._keeper) is not None:
             for entry in self._entries.values():
-                entry.output = tree_map_only(Tensor, lambda tensor: _KeeperHandle(keeper.put(tensor)), entry.output)
+                entry.output = tree_map_only(Tensor, partial(_handed_over, keeper), entry.output)
 
-    def forget_returned(self) -> None:
-        """Let go of tensors with a graph, which holds all this in turn."""
-        for entry in self._entries.values():
-            entry.sums, entry.returned = [], []
-        self._last = None
-
-    def note_returned(self, returned: Sequence[Tensor]) -> None:
-        """Note what the region returned: its owner may write into it, where no mode of ours sees it."""
-        self._returned = [
-            (tensor.detach(), tensor._version)
-            for tensor in returned
-            if not tensor.is_inference() and any(storage._cdata in self._storages for storage in storages_of(tensor))
-        ]
+    def _sums_of(self, entry: _KeptOutput) -> list[BitSum]:
+        return self._sums(list(nested_tensors_in([entry.output])))
 
     # --- Recomputation. ---
 
@@ -239,68 +182,142 @@ class KeptOutputs:
         An output that was handed out before (a second backward over a graph that was retained) is computed again.
 
         Raises:
-            UnsupportedError: it is given tensors of other shapes than in forward, or the output was written to.
+            UnsupportedError: it is fed tensors of other shapes than in forward.
         """
         entry = self._entries.get(number)
         if entry is None:
             return NOT_KEPT
-        if entry.shapes != _shapes(args):
+        fed = fed_tensors(entry.kind, args)
+        if entry.shapes != (shapes := [tensor.shape for tensor in fed]):
             raise UnsupportedError(
                 f"Recomputing a layer came to {entry.kind.name} number {number[1] + 1} with inputs of "
-                f"{list(map(list, _shapes(args)))} where the forward had {list(map(list, entry.shapes))}: the layer "
-                "does not repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
+                f"{list(map(list, shapes))} where the forward had {list(map(list, entry.shapes))}: the layer does not "
+                "repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
             )
+        self._look(number, linear_weight(entry.kind, args), entry.fed, self._sums_of_fed(entry.kind, fed), is_fed=True)
         return self._pop(number)
 
     def _pop(self, number: CallId) -> Any:
         entry = self._entries.pop(number)
-        if any(tensor._version != version for tensor, version in self._returned):
-            raise UnsupportedError(
-                f"The output of {entry.kind.name} is kept for recomputing the layer, and the layer returns it, but "
-                "somebody has written into it since, so that recomputation would start from other values. Leave the "
-                'layer out of the policy, or use mode "full" for it.'
-            )
-        if entry.random_state is not None:
-            # What follows must draw the numbers that it drew behind this operator.
-            entry.random_state.restore()
         output = entry.output
         if (keeper := self._keeper) is not None:
             output = tree_map_only(_KeeperHandle, lambda handle: keeper.get(handle.value).detach(), output)
-        if self._values is not None:
-            self._values.check_kept(number, entry.kind.name, list(nested_tensors_in([output])))
+        is_known, sums = self._may_run_again(entry), entry.sums
+        # That of an adapted layer was looked at by `is_kept`, when it began.
+        if not is_known or entry.kind is not ADAPTED_LAYER:
+            sums = self._sums(list(nested_tensors_in([output])))
+        if is_known and sums != entry.sums:
+            return NOT_KEPT
+        if entry.random_state is not None:
+            # What follows must draw the numbers that it drew behind this operator.
+            entry.random_state.restore()
+        self._look(number, 0, entry.sums, sums, is_fed=False)
         return output
 
+    def _may_run_again(self, entry: _KeptOutput) -> bool:
+        """Whether it is known at once that an output was written to, by nothing that the first step looks for."""
+        return self._values is None and self._keeper is None and not any(isinstance(s, Tensor) for s in entry.sums)
+
+    def _look(self, number: CallId, weight: int, before: list[BitSum], now: list[BitSum], *, is_fed: bool) -> None:
+        # What is known to be equal needs no second look.
+        if any(isinstance(each, Tensor) for each in now) or before != now:
+            self._looked_at.append(_Look(number, weight, is_fed, before, now))
+
     def is_kept(self, number: CallId) -> bool:
-        """Whether what a module returned is there, or is not needed by what backward needs."""
-        # A recomputation that is looked at goes on to where it is needed.
-        return number in self._entries or (number in self._unneeded and self._values is None)
+        """Whether what an adapted layer returned is there, or is not needed by what backward needs."""
+        entry = self._entries.get(number)
+        if entry is None:
+            # A recomputation that is looked at goes on to where it is needed.
+            return number in self._unneeded and self._values is None
+        return not self._may_run_again(entry) or entry.sums == self._sums_of(entry)
 
-    def is_proven(self, number: CallId) -> bool:
-        """Whether what a module returns is not needed by what backward needs, and is computed only to be compared."""
-        return number in self._unneeded and self._values is not None
-
-    def run_proven(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of such a module."""
-        assert self._values is not None, "it looks at the module"
+    def run_unneeded(self, number: CallId, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of an adapted layer for real; only to be compared, if backward needs nothing behind it."""
+        if number not in self._unneeded or self._values is None:
+            return call(*args, **kwargs)
         with self._values.extra_run():
             return call(*args, **kwargs)
 
-    def take_module(self, number: CallId, shape: Sequence[int]) -> Any:
-        """Return what a linear or adapted layer returned in forward, in a shape, or `NOT_KEPT`. Each once.
+    # --- What was handed out, and fed. ---
+
+    def check(self) -> None:
+        """End a recomputation. What was wrong stops the backward; where a device has the answers, at its end.
 
         Raises:
-            UnsupportedError: it had another number of elements in forward, or was written to.
+            UnsupportedError: a kept output was written to, or its operator was fed something else than in forward.
         """
-        if number not in self._entries:
-            return NOT_KEPT
-        found = self._pop(number)
-        if found.numel() != math.prod(shape):
-            raise UnsupportedError(
-                f"Recomputing a layer came to a linear layer that returns {list(shape)} where the forward had "
-                f"{list(found.shape)}: the layer does not repeat itself (a branch taken differently, a changed flag). "
-                "Leave it out of the policy."
+        looked_at, self._looked_at = self._looked_at, []
+        if self._values is None and looked_at:
+            is_wrong = _differ(looked_at)
+            if isinstance(is_wrong, Tensor) and (errors := self._state.errors) is not None:
+                errors.add(is_wrong, partial(self._refuse, looked_at))
+            elif is_wrong:
+                self._refuse(looked_at)
+        if self._setting is not None:
+            self._coverage.note_known(self._setting, (self._setting, self._operators))
+
+    def fault(self, *, is_fed: bool) -> str | None:
+        """Return what is wrong with what was handed out so far, or with what was fed. Waits for the device."""
+        found = [look for look in self._looked_at if look.is_fed is is_fed]
+        if not found or not _differ(found):
+            return None
+        name = self._first(found)
+        if is_fed:
+            return (
+                f"its recomputation feeds {name} something else than its forward did, which keeping its output hides."
             )
-        return found.reshape(shape)
+        return (
+            f"recomputation is handed another output of {name} than the forward kept: something has written into it "
+            "since."
+        )
+
+    def _refuse(self, looked_at: list[_Look]) -> NoReturn:
+        name = self._first(looked_at)
+        where = f"{self._state.path or 'A layer'} is recomputed in backward, but"
+        if not any(look.differs() for look in looked_at if not look.is_fed):
+            raise UnsupportedError(
+                f"{where} {name}, whose output is kept, is fed something else there than in the forward, so that its "
+                "gradients would be wrong. Random numbers that torch's generators do not draw, a counter or a changed "
+                'input would explain it. Draw from torch, or use mode "none" for it.'
+            )
+        raise UnsupportedError(
+            f"{where} the output of {name}, which is kept for that, is no longer what the forward returned: somebody "
+            "has written into it since, so that recomputation would start from other values. Leave the layer out of "
+            'the policy, or use mode "full" for it.'
+        )
+
+    def _first(self, looked_at: list[_Look]) -> str:
+        """Name the operator, and the module that owns its weight, of the first difference."""
+        look = next(each for each in looked_at if each.differs())
+        (operator, place), module = look.number, self._state.module
+        inside = () if module is None else module.named_parameters()
+        weight = next((each.weight for each in looked_at if each.weight and each.number == look.number), 0)
+        owner = next((name for name, each in inside if weight and each.data_ptr() == weight), "")
+        return f"{operator} number {place + 1}" + f" ({owner.rpartition('.')[0]})" * bool(owner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A comparison of what an operator was fed, or returned, in forward and in recomputation."""
+
+    number: CallId
+    weight: int
+    """Address of its weight, for its name; 0 if it has none."""
+    is_fed: bool
+    before: list[BitSum]
+    now: list[BitSum]
+
+    def differs(self) -> bool:
+        return bool(sums_differ(self.before, self.now))
+
+
+def _differ(looked_at: Sequence[_Look]) -> bool | Tensor:
+    before, now = ([each for look in looked_at for each in getattr(look, name)] for name in ("before", "now"))
+    return sums_differ(before, now)
+
+
+def _handed_over(keeper: Keeper, tensor: Tensor) -> _KeeperHandle:
+    return _KeeperHandle(keeper.put(tensor))
 
 
 NOT_KEPT = object()
@@ -320,29 +337,10 @@ class CallCounter:
         return kind.name, place
 
 
-def _shapes(args: Any) -> tuple[torch.Size, ...]:
-    return tuple([tensor.shape for tensor in nested_tensors_in(args)])
-
-
-def _copy_out_of(storage: int, tensor: Tensor) -> Tensor:
-    return tensor.clone() if any(each._cdata == storage for each in storages_of(tensor)) else tensor
-
-
-def _sums(tensors: list[Tensor]) -> list[Tensor]:
-    """Return a sum over the bits of each tensor that has any: fake ones and other subclasses have none."""
-    plain = [tensor for tensor in tensors if type(tensor) is Tensor and tensor.layout is torch.strided]
-    return [_bits(tensor).sum(dtype=torch.int64) for tensor in plain]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()])
-
-
 class SaveCoverage:
     """Whether all that a plan wants kept occurred in the layers of a stack: known when the first recomputation begins.
 
-    One for each stack. Also remembers which outputs are written to, and whether kernels of our own can be used.
+    One for each stack. Also knows which outputs are copied, and whether kernels of our own can be used.
     """
 
     def __init__(self, path: str = "") -> None:
@@ -350,12 +348,12 @@ class SaveCoverage:
         self._start()
 
     def _start(self) -> None:
-        # Whether something wrote into a kept output, and the calls whose output is written to unseen.
-        self.has_writes = False
-        self.rewritten_calls: set[CallId] = set()
+        # Calls whose output the layer has written to.
+        self.copied_calls: set[CallId] = set()
+        # Hashes of settings, and of settings with operators, that were recomputed.
+        self._known: set[int] = set()
         # Whether something occurred that only a dispatch mode is given.
         self.needs_dispatch_mode = False
-        # Kernels are given what operators do inside of themselves, which a mode is not: writes are looked for again.
         self.has_recomputed_with_kernels = False
         self._without_kernels: set[Any] = set()
         self._forget()
@@ -371,12 +369,15 @@ class SaveCoverage:
     @property
     def allows_compiling(self) -> bool:
         """Whether a graph of the layers can be compiled and be exact: known once they were recomputed."""
-        return self.is_complete and not self.has_writes
+        return self.is_complete and not self.copied_calls
 
-    def note_unseen_write(self, number: CallId) -> None:
-        """Note that something which no operator reported wrote into the output of this call."""
-        self.has_writes = True
-        self.rewritten_calls.add(number)
+    def knows(self, way: Hashable) -> bool:
+        """Whether a call that went this way has been recomputed."""
+        return hash(way) in self._known
+
+    def note_known(self, *ways: Hashable) -> None:
+        """Note that a call has been recomputed that went these ways."""
+        self._known.update(map(hash, ways))
 
     def _forget(self) -> None:
         self.is_complete = False
@@ -404,7 +405,7 @@ class SaveCoverage:
             return
         if kind.returns_new:
             self._seen[kind.packet] = kind.role
-        if kind.is_higher_order:
+        if kind.is_higher_order or (may_keep and kind.role is OperatorRole.CHEAP):
             self.needs_dispatch_mode = True
         elif may_keep:
             self._without_kernels.add(kind.function)

@@ -1,13 +1,14 @@
-"""Linear layers, and those that PEFT has adapted: which can be taken as a whole, and the hooks that report them.
+"""Linear layers that PEFT has adapted: which can be taken as a whole, and the hooks that report them.
 
-Knows them by the names of their classes, so that no library has to be there. See Note [Linear layers] and Note [Sums of
-adapted layers] in `kept_outputs`.
+Knows them by the names of their classes, so that no library has to be there. See Note [Sums of adapted layers] in
+`kept_outputs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache, reduce
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,41 +19,33 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.regions.selective.dispatch import ACTIVE
-from hf_ckpt.regions.selective.save_rules import NARROW, OperatorKind
+from hf_ckpt.regions.selective.save_rules import PLACES_OF_WEIGHTS, OperatorKind, rows_of
 
 _LINEARS = frozenset({"torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"})
 """Their forward is one product and a bias, and their output the product in another shape."""
 _ADAPTED = frozenset({"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"})
 _PACKED = frozenset({"bitsandbytes.nn.modules.Linear4bit"})
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def watch_linears(layer: nn.Module) -> Iterator[RemovableHandle]:
-    """Place hooks that tell a region of the linear and adapted layers inside `layer`; yield their handles."""
-    inside = {id(part) for module in layer.modules() if is_adapted(module) for part in _wide_parts(module)}
-    for module in layer.modules():
-        if is_adapted(module) or (_is_one_of(module, _LINEARS) and id(module) not in inside):
-            # Innermost: others' hooks see what the layer returns, never what stands for its products.
-            yield module.register_forward_pre_hook(_enter)
-            yield module.register_forward_hook(_leave, prepend=True)
-
-
-def _wide_parts(module: Any) -> Iterator[nn.Module]:
-    """Yield the parts of an adapted layer whose products its sum takes the place of."""
-    yield module.base_layer
-    yield from module.lora_B.values()
+def watch_adapted(layer: nn.Module) -> Iterator[RemovableHandle]:
+    """Place hooks that tell a region of the adapted layers inside `layer`; yield their handles."""
+    for module in filter(is_adapted, layer.modules()):
+        # Innermost: others' hooks see what the layer returns, never what stands for its products.
+        yield module.register_forward_pre_hook(_enter)
+        yield module.register_forward_hook(_leave, prepend=True)
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a linear or adapted layer."""
+    """Forward pre-hook of an adapted layer."""
     if not torch.compiler.is_compiling() and ACTIVE.run is not None:
         ACTIVE.run.enter_module(module, args)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """Forward hook of a linear or adapted layer."""
+    """Forward hook of an adapted layer."""
     if not torch.compiler.is_compiling() and ACTIVE.run is not None:
-        replaced: Tensor | None = ACTIVE.run.leave_module(module, output)
+        replaced: Tensor | None = ACTIVE.run.leave_module(module, args, output)
         return replaced
     return None
 
@@ -100,22 +93,30 @@ def _is_flat(hidden: Tensor) -> bool:
     return hidden.dim() == 3 and hidden.is_contiguous()
 
 
-def is_adapter_sum(module: Any, args: Any) -> bool:
-    """Whether an adapted layer returns the sum of its base's product and one adapter's, by PEFT's own forward."""
-    modules = module.__dict__["_modules"]
-    if module.disable_adapters or module.merged or "forward" in module.__dict__ or len(args) != 1:
-        return False
-    hidden = args[0]
-    names = [name for name in module.active_adapters if name in modules["lora_A"]]
+def rank_of_sum(module: Any, args: Any) -> int:
+    """Return the rank of the adapter whose product an adapted layer adds to its base's, by PEFT's own forward, or 0.
+
+    0 as well where somebody else looks at what is added, and for a rank as large as the layer is wide.
+    """
+    own = module.__dict__
+    if len(args) != 1 or module.disable_adapters or module.merged or "forward" in own:
+        return 0
+    modules = own["_modules"]
+    firsts = modules["lora_A"]._modules
+    names = [name for name in module.active_adapters if name in firsts]
     if len(names) != 1 or names[0] in module.lora_variant:
-        return False
-    base = modules["base_layer"]
-    parts = (modules["lora_A"][names[0]], modules["lora_B"][names[0]])
-    return (
-        _is_bare(base)
-        and all(is_linear(part, hidden) and _is_bare(part) for part in parts)
-        and (is_linear(base, hidden) or _is_as_wide(base, hidden))
-    )
+        return 0
+    base, first, second = modules["base_layer"], firsts[names[0]], modules["lora_B"]._modules[names[0]]
+    hidden = args[0]
+    if (
+        not all(map(_is_bare, (base, first, second)))
+        or not is_linear(first, hidden)
+        or not is_linear(second, hidden)
+        or not (is_linear(base, hidden) or _is_as_wide(base, hidden))
+    ):
+        return 0
+    rank: int = second.in_features
+    return rank if rank < second.out_features else 0
 
 
 def _is_as_wide(base: Any, hidden: Tensor) -> bool:
@@ -128,13 +129,9 @@ def _is_as_wide(base: Any, hidden: Tensor) -> bool:
 
 def _is_bare(module: nn.Module) -> bool:
     """Whether only we see what a module is given and returns."""
-    attributes = module.__dict__
-    for name in _HOOKS:
-        hooks = attributes[name]
-        # Hooks of this package count, watch and name; none of them looks at numbers that are recomputed.
-        if hooks and not all(map(is_ours, hooks.values())):
-            return False
-    return True
+    hooks = _hooks_of(module)
+    # Hooks of this package count, watch and name; none of them looks at numbers that are recomputed.
+    return not any(hooks) or all(is_ours(hook) for each in hooks for hook in each.values())
 
 
 def _is_one_of(module: nn.Module, names: frozenset[str]) -> bool:
@@ -150,30 +147,16 @@ def _name_of(cls: Any) -> str:
 # --- What they return. ---
 
 
-def is_worth_keeping(module: Any, output: Any) -> bool:
-    """Whether what a linear or adapted layer returned is to be kept, where all is; see `save_rules.is_narrow`."""
-    if type(output) not in (Tensor, FakeTensor):
-        return False
-    if is_adapted(module):
-        return True
-    outer = output.shape[-1]
-    inner = module.weight.numel() // outer
-    return bool(inner * NARROW > outer)
-
-
-def is_output(module: Any, kind: OperatorKind) -> bool:
-    """Whether what a linear layer returns is what its operator does, and not that with a bias on it."""
-    return module.bias is None or kind.packet in ("aten.addmm", "aten.linear")
-
-
-def shape_of_product(kind: OperatorKind, args: Any, outer: int) -> tuple[int, ...]:
-    """Return the shape of a linear layer's product of `outer` columns, by what its operator is given."""
-    return (*_rows(kind, args).shape[:-1], outer)
+def is_first(kind: OperatorKind, args: Any, rank: int) -> bool:
+    """Whether a product inside of a sum is the first one of the adapter, and not as wide as the sum."""
+    place = PLACES_OF_WEIGHTS.get(kind.packet)
+    return place is not None and bool(args[place].shape[1] == rank)
 
 
 def placeholder(kind: OperatorKind, args: Any, outer: int) -> Tensor:
-    """Return a tensor without memory for a linear layer's product. See `shape_of_product`."""
-    return Placeholder.of(shape_of_product(kind, args, outer), _rows(kind, args).dtype)
+    """Return a tensor without memory for a linear layer's product of `outer` columns, by what its operator is given."""
+    rows = rows_of(kind, args)
+    return Placeholder.of((*rows.shape[:-1], outer), rows.dtype)
 
 
 class Placeholder(Tensor):
@@ -225,8 +208,3 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def _stand_in(tensor: Tensor) -> Tensor:
     return Placeholder.of(tensor.shape, tensor.dtype)
-
-
-def _rows(kind: OperatorKind, args: Any) -> Tensor:
-    rows: Tensor = args[1] if kind.packet in ("aten.addmm", "aten.baddbmm") else args[0]
-    return rows

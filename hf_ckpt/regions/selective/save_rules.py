@@ -7,7 +7,6 @@ that none of them has to be imported. Knows no policy.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,8 +95,6 @@ class OperatorKind:
     role: OperatorRole
     function: Any = None
     """The overload, or the higher-order operator."""
-    written: tuple[tuple[int, str], ...] = ()
-    """Places and names of the arguments that it writes to."""
     returns_new: bool = True
     """What it returns is new memory; only that can be kept."""
     is_random: bool = False
@@ -109,11 +106,6 @@ class OperatorKind:
     def is_higher_order(self) -> bool:
         """Whether it is run by Python, and not by torch's dispatcher."""
         return self.packet.startswith(_HIGHER_ORDER)
-
-    def written_tensors(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
-        """Yield the tensors that a call writes to."""
-        for index, name in self.written:
-            yield from nested_tensors_in(args[index] if index < len(args) else kwargs.get(name))
 
     def draws(self, args: Any, kwargs: Any) -> bool:
         """Whether a call of an operator that may draw random numbers does."""
@@ -131,8 +123,9 @@ def operator_kind(function: Any) -> OperatorKind:
     packet = schema.name.replace("::", ".")
     namespace = packet.partition(".")[0]
     arguments = [(index, argument) for index, argument in enumerate(schema.arguments)]
-    written = tuple((index, argument.name) for index, argument in arguments if _is_written(schema, argument))
-    is_alias = any(result.alias_info is not None for result in schema.returns) or _is_collective(schema)
+    # Collectives write into what they are given, and their schemas do not say so.
+    is_collective = schema.name.startswith("c10d::") and schema.name.endswith("_")
+    is_alias = is_collective or any(result.alias_info is not None for result in schema.returns)
     is_foreign = namespace not in ("aten", "prims", "prim")
     role = role_of(schema)
     return OperatorKind(
@@ -140,7 +133,6 @@ def operator_kind(function: Any) -> OperatorKind:
         packet=packet,
         role=role,
         function=function,
-        written=written,
         returns_new=not is_alias and packet not in _UNDECLARED_VIEWS and _returns_tensors(schema),
         # Other libraries do not tag their operators; to bring back a state that nobody touched is harmless. Their
         # products, of which a layer has many, draw nothing.
@@ -153,15 +145,6 @@ def operator_kind(function: Any) -> OperatorKind:
 def role_of(schema: Any) -> OperatorRole:
     """Return what the operator of a schema is for."""
     return _role(schema.name.replace("::", "."), len(schema.returns))
-
-
-def _is_written(schema: Any, argument: Any) -> bool:
-    return _is_collective(schema) or (argument.alias_info is not None and bool(argument.alias_info.is_write))
-
-
-def _is_collective(schema: Any) -> bool:
-    # Collectives write into what they are given, and their schemas do not say so.
-    return bool(schema.name.startswith("c10d::") and schema.name.endswith("_"))
 
 
 def _returns_tensors(schema: Any) -> bool:
@@ -185,11 +168,39 @@ def is_narrow(packet: str, args: Any) -> bool:
     The second product of an adapter is: [B * S, rank] times [rank, out]. Its output is as large as that of the layer it
     belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds.
     """
-    place = {"aten.mm": 1, "aten.addmm": 2}.get(packet)
+    place = PLACES_OF_WEIGHTS.get(packet)
     if place is None or len(args) <= place:
         return False
     inner, outer = args[place].shape
     return bool(inner * NARROW <= outer)
+
+
+def fed_tensors(kind: OperatorKind, args: Any) -> list[Tensor]:
+    """Return the tensors that an operator works on, without weights."""
+    if kind.role is OperatorRole.PRODUCT and kind.packet not in _OF_TWO_INPUTS:
+        return [rows_of(kind, args)]
+    return [tensor for tensor in nested_tensors_in(args) if not isinstance(tensor, nn.Parameter)]
+
+
+_OF_TWO_INPUTS = frozenset({"aten.bmm", "aten.baddbmm"})
+
+
+def rows_of(kind: OperatorKind, args: Any) -> Tensor:
+    """Return what a product multiplies with its weight."""
+    rows: Tensor = args[1] if kind.packet in _ADDS_FIRST else args[0]
+    return rows
+
+
+_ADDS_FIRST = frozenset({"aten.addmm", "aten.baddbmm", "aten._addmm_activation", "aten.addbmm", "aten.addmv"})
+
+
+def linear_weight(kind: OperatorKind, args: Any) -> int:
+    """Return the address of a product's weight; 0 if it is not known."""
+    place = PLACES_OF_WEIGHTS.get(kind.packet)
+    return 0 if place is None or type(args[place]) not in (Tensor, nn.Parameter) else args[place].data_ptr()
+
+
+PLACES_OF_WEIGHTS = {"aten.mm": 1, "aten.addmm": 2}
 
 
 def nested_tensors_in(value: Any) -> Iterator[Tensor]:
@@ -202,20 +213,6 @@ def nested_tensors_in(value: Any) -> Iterator[Tensor]:
                 yield item
             elif isinstance(item, list | tuple):
                 yield from nested_tensors_in(item)
-
-
-def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that a tensor lies in; of a wrapper, such as a DTensor, those of the tensors inside."""
-    if type(tensor) is Tensor and tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-        return
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        # A DTensor names its mesh among them.
-        for inner in nested_tensors_in([getattr(tensor, name) for name in flatten()[0]]):
-            yield from storages_of(inner)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
 
 
 SELECTIVE = "selective"
@@ -274,9 +271,8 @@ class SaveRules:
         return (self.preset,) if is_kept else ()
 
     def ignores(self, function: Any) -> bool:
-        """Whether an operator neither writes nor has an output that can be kept."""
-        kind = operator_kind(function)
-        return not kind.written and not may_keep(self)[kind]
+        """Whether no output of an operator can be kept."""
+        return not may_keep(self)[operator_kind(function)]
 
     def matching(self, layer: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         """Yield the modules below a layer that globs match, each with those globs."""
@@ -407,7 +403,7 @@ def _operators(name: str) -> list[Any]:
 
 
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
-_PAD = "aten.constant_pad_nd"
+_BATCHED = frozenset({"aten.bmm", "aten.baddbmm"})
 
 
 class ProbabilityTracker:
@@ -415,49 +411,17 @@ class ProbabilityTracker:
 
     It is computed so by eager attention, and by `scaled_dot_product_attention` where no kernel fits (dropout on a CPU).
     There are no statistics then, and recomputation makes the scores and the probabilities again, up to that last
-    product. Follows what a softmax returned, through casts and dropout, to the product that takes it.
+    product: the next batched one behind a softmax. That of a router is over tokens, which have no batches of queries.
     """
 
     def __init__(self) -> None:
-        # By the address of a storage, which another may get once it is gone.
-        self._followed: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._is_next = False
 
     def take(self, kind: OperatorKind, args: Any, output: Any) -> bool:
-        """Follow probabilities through an operator that has run; return whether it multiplied them with something."""
+        """Note an operator that has run; return whether it multiplied probabilities with something."""
         if kind.packet in _SOFTMAX:
-            self._follow(output)
-        elif not self._followed:
-            return False
-        elif kind.role is OperatorRole.PRODUCT:
-            if any(self._is_followed(tensor) for tensor in nested_tensors_in(args)):
-                self._followed.clear()
-                return True
-        elif kind.returns_new:
-            # A cast, dropout, a mask. Views need nothing: they lie in the same storage.
-            self._hand_on(args, output, is_padded=kind.packet == _PAD)
+            self._is_next = output.dim() > 2
+        elif self._is_next and kind.packet in _BATCHED:
+            self._is_next = False
+            return True
         return False
-
-    def _hand_on(self, args: Any, output: Any, *, is_padded: bool) -> None:
-        first = next(nested_tensors_in(output), None)
-        # What is broadcast is something else: the weight of an expert times what it returned. Local attention pads its
-        # windows to a band.
-        if (
-            first is not None
-            and first.is_floating_point()
-            and any(
-                (is_padded or tensor.numel() == first.numel()) and self._is_followed(tensor)
-                for tensor in nested_tensors_in(args)
-            )
-        ):
-            self._follow(first)
-
-    def _follow(self, output: Any) -> None:
-        for tensor in nested_tensors_in(output):
-            for storage in storages_of(tensor):
-                self._followed[storage._cdata] = (weakref.ref(storage), tensor.numel())
-
-    def _is_followed(self, tensor: Tensor) -> bool:
-        return any(
-            storage._cdata in self._followed and self._followed[storage._cdata][0]() is not None
-            for storage in storages_of(tensor)
-        )

@@ -7,9 +7,9 @@ recomputes the layer, it is handed out in the order of the forward. Knows no pol
 How operators get here is another matter (`dispatch`): through a dispatch mode, which is given all of them, or through
 kernels of our own in torch's dispatcher, which are given those that matter and cost a tenth.
 
-`create_selective_checkpoint_contexts` of torch 2.13 does the like. It lacks a copy from before a write into a kept
-output, the random state behind a kept operator that draws, outputs that another place holds meanwhile, and sums of
-adapted layers in the place of their products; and it holds what recomputation never comes to.
+`create_selective_checkpoint_contexts` of torch 2.13 does the like. It lacks a look at what was kept and at what its
+operator is fed, the random state behind a kept operator that draws, outputs that another place holds meanwhile, and
+sums of adapted layers in the place of their products; and it holds what recomputation never comes to.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198),
 which recomputes attention alone.
@@ -19,29 +19,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _StopRecomputationError,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.compiled import recompute_compiled, run_uncompiled
-from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
+from hf_ckpt.regions.execution_state import AllRecomputed, Function, refuse_transforms
 from hf_ckpt.regions.recompute import run_checkpointed, run_watched, split_call
 from hf_ckpt.regions.selective import dispatch, linears
 from hf_ckpt.regions.selective.dispatch import ACTIVE, DispatchMode, KernelInterception
 from hf_ckpt.regions.selective.kept_outputs import (
-    LINEAR_LAYER,
+    ADAPTED_LAYER,
     NOT_KEPT,
     CallCounter,
     Keeper,
     KeptOutputs,
     SaveCoverage,
 )
-from hf_ckpt.regions.selective.linears import watch_linears
+from hf_ckpt.regions.selective.linears import watch_adapted
 from hf_ckpt.regions.selective.save_rules import (
     SELECTIVE,
     CallId,
@@ -66,13 +70,13 @@ class SelectiveStack:
         self.coverage = SaveCoverage(path)
 
     def hooks(self, layer: nn.Module, saves: SaveRules) -> list[RemovableHandle]:
-        """Place hooks that say which named, linear and adapted modules run; return their handles."""
+        """Place hooks that say which named and adapted modules run; return their handles."""
         handles: list[RemovableHandle] = []
         for module, globs in saves.matching(layer):
             handles.append(module.register_forward_pre_hook(partial(_enter, globs), prepend=True))
             handles.append(module.register_forward_hook(partial(_leave, globs), always_call=True))
         # Inside of the hooks of named modules.
-        handles.extend(watch_linears(layer))
+        handles.extend(watch_adapted(layer))
         return handles
 
 
@@ -111,7 +115,7 @@ def recompute_selectively(
     carries the keyword arguments, as the seam of transformers hands it. `proof`: see `recompute`.
 
     Raises:
-        UnsupportedError: what the layer returned and keeps was written to, or the layer does not repeat itself.
+        UnsupportedError: what is kept was written to, or the layer does not repeat itself.
         PlanMismatchError: something that `saves` names occurs in no layer of the stack; in the first backward.
     """
     if torch.compiler.is_compiling():
@@ -143,14 +147,13 @@ def _recompute_eagerly(
     if values is not None and uses_kernels and not coverage.has_recomputed_with_kernels:
         # So far a dispatch mode was given the operators.
         values.check_again()
-    is_checked = coverage.has_recomputed_with_kernels if uses_kernels else coverage.is_complete
+    found = call.state.setting()
+    setting = None if found is None else (uses_kernels, found, *((each.shape, each.dtype) for each in tensors))
 
     def run(call_proof: CallProof | None) -> Any:
-        kept = KeptOutputs(keeper, coverage, call_proof, checks_writes=not is_checked, sees_writes=not uses_kernels)
+        kept = KeptOutputs(keeper, coverage, call.state, setting, call_proof)
         contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
-        returned = run_checkpointed(call_proof, call, call.run, tensors, context_fn=contexts)
-        kept.note_returned(tensors_in(returned))
-        return returned
+        return run_checkpointed(call_proof, call, call.run, tensors, context_fn=contexts)
 
     return run_watched(values, function, args, call, tensors, run)
 
@@ -163,7 +166,7 @@ def _contexts(
         # A mode can skip no operator until all is proved, and where probabilities are followed.
         ignores = saves.ignores if coverage.is_complete and not saves.attention else lambda function: False
         drive = partial(DispatchMode, ignores=ignores)
-    forward = _forward(kept, drive(partial(ForwardRun, kept, saves, coverage)))
+    forward = _noting_saves(kept, drive(partial(ForwardRun, kept, saves, coverage)))
     return forward, drive(partial(_recomputation, coverage, saves, kept, uses_kernels))
 
 
@@ -179,44 +182,69 @@ def _compiled_policy(saves: SaveRules, context: Any, function: Any, *args: Any, 
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class ForwardRun:
+class _Run:
+    """A run of a region. See `dispatch.RegionRun`."""
+
+    def __init__(self, kept: KeptOutputs, saves: SaveRules) -> None:
+        self.modules: list[str] = []
+        self._kept = kept
+        self._may_keep = may_keep(saves)
+        self._calls = CallCounter()
+        # The adapted layers that run; None for those whose operators are kept, not their sum.
+        self._entered: list[_Sum | None] = []
+
+    def _sum_around(self, kind: OperatorKind, args: Any) -> _Sum | None:
+        """Return the adapted layer whose sum takes the place of what a product returns."""
+        whole = self._entered[-1] if self._entered else None
+        is_wide = (
+            whole is not None and kind.role is OperatorRole.PRODUCT and not linears.is_first(kind, args, whole.rank)
+        )
+        return whole if is_wide else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """An adapted layer that is taken as a whole, while its forward runs."""
+
+    number: CallId
+    rank: int
+    outer: int = 0
+    """Columns of what it returns."""
+    is_handed_out: bool = False
+    """In recomputation: its kept sum stands for what it computes."""
+    paused: list[dispatch.InterceptionState] = field(default_factory=list)
+    """In forward: from before the rest of the layer, to be restored after it."""
+
+
+class ForwardRun(_Run):
     """The forward of a region: runs operators, and keeps the outputs of some."""
 
     def __init__(self, kept: KeptOutputs, saves: SaveRules, coverage: SaveCoverage) -> None:
-        self.modules: list[str] = []
-        self._kept = kept
+        super().__init__(kept, saves)
         self._saves = saves
-        self._is_by_modules = is_by_modules(saves)
-        self._may_keep = may_keep(saves)
         self._coverage = coverage
         self._proves = not coverage.is_complete
-        self._calls = CallCounter()
         self._probabilities = ProbabilityTracker() if saves.attention else None
-        # The linear and adapted layers that run; None for those that are not taken as a whole.
-        self._entered: list[_WholeLayer | None] = []
-        self._num_whole = 0
 
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """See `RegionRun`."""
-        if kind.written:
-            self._kept.before_write(kind, args, kwargs)
         output = call(*args, **kwargs)
         is_attention = self._probabilities is not None and self._probabilities.take(kind, args, output)
         if self._may_keep[kind]:
-            reasons = self._reasons(kind, args, is_attention)
-            if self._num_whole == 0 or kind.role is not OperatorRole.PRODUCT:
+            whole = self._sum_around(kind, args)
+            reasons = () if whole and not self._proves else self._reasons(kind, args, is_attention)
+            if whole is None:
                 number = self._calls.number(kind)
-                if reasons or kind.role is OperatorRole.ROUTING:
+                if kind.role is OperatorRole.ROUTING or reasons:
                     self._kept.keep(number, kind, args, kwargs, output)
+                if self._entered and self._entered[-1] is not None:
+                    # The first product of an adapter: nothing that is kept follows in its layer.
+                    self._entered[-1].paused.append(dispatch.pause_interception())
             if self._proves:
                 self._coverage.note_kept(self._saves, reasons, is_attention)
         if self._proves:
             self._coverage.note_operator(kind, self._may_keep[kind])
         return output
-
-    def note_view(self, tensor: Tensor, view: Tensor) -> None:
-        """See `RegionRun`."""
-        self._kept.note_view(tensor, view)
 
     def _reasons(self, kind: OperatorKind, args: Any, is_attention: bool) -> tuple[str, ...]:
         reasons = self._saves.for_operator(kind, args)
@@ -226,101 +254,61 @@ class ForwardRun:
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """See `RegionRun`."""
-        number = self._calls.number(LINEAR_LAYER)
-        whole = None
-        if self._is_by_modules and linears.is_seen_as_it_is(module):
-            is_kept = self._saves.preset == SELECTIVE or bool(self.modules)
-            # Of an adapted layer of which nothing is kept, parts may be named.
-            is_certain = is_kept or not self._saves.names
-            hidden = args[0] if len(args) == 1 else None
-            if linears.is_linear(module, hidden) or (
-                is_certain and linears.is_adapted(module) and linears.is_adapter_sum(module, args)
-            ):
-                whole = _WholeLayer(number, is_kept, dispatch.pause_interception())
-                self._num_whole += 1
-        self._entered.append(whole)
+        number = self._calls.number(ADAPTED_LAYER)
+        is_kept = self._saves.preset == SELECTIVE or (bool(self.modules) and is_by_modules(self._saves))
+        rank = linears.rank_of_sum(module, args) if is_kept and linears.is_seen_as_it_is(module) else 0
+        self._entered.append(_Sum(number, rank) if rank else None)
 
-    def leave_module(self, module: nn.Module, output: Any) -> None:
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """See `RegionRun`."""
         whole = self._entered.pop()
-        if whole is None:
-            return
-        self._num_whole -= 1
-        dispatch.restore_interception(whole.previous)
-        self._kept.modules[whole.number] = output.shape[-1], output.dtype, output.device
-        if whole.is_kept and linears.is_worth_keeping(module, output):
-            self._kept.keep_module(whole.number, output)
+        if whole is not None:
+            for state in whole.paused[:1]:
+                dispatch.restore_interception(state)
+            self._kept.adapted[whole.number] = whole.rank, output.shape[-1], output.dtype, output.device
+            self._kept.keep(whole.number, ADAPTED_LAYER, args, {}, output)
+
+    def end(self, raised: type[BaseException] | None) -> None:
+        """See `RegionRun`."""
+        if raised is None:
+            self._kept.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class _WholeLayer:
-    """A layer that is taken as a whole, while its forward runs."""
-
-    number: CallId
-    is_kept: bool
-    previous: dispatch.InterceptionState
-    """From before the layer, to be restored after it."""
-
-
-class RecomputationRun:
+class RecomputationRun(_Run):
     """A recomputation of a region: runs operators again, but for those whose outputs were kept."""
-
-    def __init__(self, kept: KeptOutputs, saves: SaveRules) -> None:
-        self.modules: list[str] = []
-        self._kept = kept
-        self._may_keep = may_keep(saves)
-        self._calls = CallCounter()
-        # The linear and adapted layers that run, and those among them that the forward took as a whole.
-        self._entered: list[_RecomputedLayer | None] = []
-        self._whole: list[_RecomputedLayer] = []
 
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """See `RegionRun`."""
         if not self._may_keep[kind]:
             return call(*args, **kwargs)
-        if self._whole and kind.role is OperatorRole.PRODUCT:
-            whole = self._whole[-1]
-            if whole.is_sum:
+        if (whole := self._sum_around(kind, args)) is not None:
+            if whole.is_handed_out:
                 return linears.placeholder(kind, args, whole.outer)
-            if whole.is_proven:
-                return self._kept.run_proven(call, args, kwargs)
-            shape = linears.shape_of_product(kind, args, whole.outer)
-            is_there = not whole.is_adapted and linears.is_output(whole.module, kind)
-            output = self._kept.take_module(whole.number, shape) if is_there else NOT_KEPT
-        else:
-            output = self._kept.take(self._calls.number(kind), args)
+            return self._kept.run_unneeded(whole.number, call, args, kwargs)
+        output = self._kept.take(self._calls.number(kind), args)
         return call(*args, **kwargs) if output is NOT_KEPT else output
-
-    def note_view(self, tensor: Tensor, view: Tensor) -> None:
-        """Views made in recomputation do not matter."""
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """See `RegionRun`."""
-        number = self._calls.number(LINEAR_LAYER)
-        returned = self._kept.modules.get(number)
+        number = self._calls.number(ADAPTED_LAYER)
         whole = None
-        if returned is not None:
-            is_adapted = linears.is_adapted(module)
+        if number in self._kept.adapted:
+            rank, outer, *_ = self._kept.adapted[number]
             # Where it is a sum no longer (somebody looks inside since), or was handed out before, it runs for real.
-            is_sum = is_adapted and self._kept.is_kept(number) and linears.is_adapter_sum(module, args)
-            is_proven = is_adapted and self._kept.is_proven(number)
-            whole = _RecomputedLayer(module, number, returned[0], is_adapted, is_sum, is_proven)
-            self._whole.append(whole)
+            is_handed_out = linears.rank_of_sum(module, args) == rank and self._kept.is_kept(number)
+            whole = _Sum(number, rank, outer, is_handed_out)
         self._entered.append(whole)
 
-    def leave_module(self, module: nn.Module, output: Any) -> Tensor | None:
+    def leave_module(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
         """See `RegionRun`."""
         whole = self._entered.pop()
-        if whole is None:
-            return None
-        self._whole.pop()
-        if not whole.is_sum or not output.is_meta:
+        if whole is None or not whole.is_handed_out or not output.is_meta:
             # Not meta: its operators ran past us, as where somebody traces; then they ran for real.
             return None
-        kept = self._kept.take_module(whole.number, output.shape)
+        kept = self._kept.take(whole.number, args)
         if kept is NOT_KEPT:
             # Backward needs nothing from here on: what is computed with it has no use.
-            _, dtype, device = self._kept.modules[whole.number]
+            *_, dtype, device = self._kept.adapted[whole.number]
             kept = torch.zeros(output.shape, dtype=dtype, device=device)
         found: Tensor = kept
         if not output.requires_grad:
@@ -329,25 +317,16 @@ class RecomputationRun:
         again: Tensor = torch._C._functions.DelayedError(b"this graph is of a recomputation", 1)(found.requires_grad_())
         return again
 
-
-@dataclass(frozen=True, slots=True)
-class _RecomputedLayer:
-    """A layer that the forward took as a whole, while its forward runs again."""
-
-    module: nn.Module
-    number: CallId
-    outer: int
-    """Columns of what it returns."""
-    is_adapted: bool
-    is_sum: bool
-    """Its kept sum stands for what it computes."""
-    is_proven: bool
-    """It computes that only to be compared."""
+    def end(self, raised: type[BaseException] | None) -> None:
+        """See `RegionRun`."""
+        # Torch stops it by an exception once it has what backward needs.
+        if raised is None or issubclass(raised, (_StopRecomputationError, AllRecomputed)):
+            self._kept.check()
 
 
 @contextmanager
-def _forward(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator[None]:
-    """Run a region's forward, whose operators `driver` gives to a `ForwardRun`; let go what no recomputation needs."""
+def _noting_saves(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run a region's forward, whose operators `driver` gives away, and note after which of them autograd saves."""
     # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -359,9 +338,5 @@ def _forward(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator
     try:
         with driver:
             yield
-    except BaseException:
-        kept.forget_returned()
-        raise
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    kept.finish()

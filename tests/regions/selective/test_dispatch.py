@@ -223,7 +223,7 @@ def test_layers_that_are_not_what_they_seem_are_exact(cls: type[nn.Module], ente
         assert all(map(torch.equal, got, expected))
     assert entered.count
     # What is written to is copied as soon as it is made, once that is known.
-    assert selection.coverage.rewritten_calls
+    assert selection.coverage.copied_calls
     for handle in handles:
         handle.remove()
 
@@ -263,7 +263,7 @@ def test_an_output_that_changes_its_size_is_refused() -> None:
         return layer.second(torch.tanh(layer.second(torch.tanh(hidden[:, : next(rows)]))))
 
     hidden = torch.randn(2, 3, 8, requires_grad=True)
-    with pytest.raises(UnsupportedError, match=r"returns \[4, 8\] where the forward had \[2, 3, 8\]"):
+    with pytest.raises(UnsupportedError, match=r"inputs of \[\[4, 8\]\] where the forward had \[\[6, 8\]\]"):
         recompute_selectively(selection, saves, None, changing, hidden).sum().backward()
 
 
@@ -338,7 +338,7 @@ HIDDEN = torch.randn(2, 3, 8)
 
 
 def test_an_adapted_layer_is_a_sum() -> None:
-    assert linears.is_adapter_sum(adapted(lora_dropout=0.1), (HIDDEN,))
+    assert linears.rank_of_sum(adapted(lora_dropout=0.1), (HIDDEN,))
 
 
 def _merge(module: Any) -> None:
@@ -369,11 +369,11 @@ def _patch_base(module: Any) -> None:
 def test_a_layer_that_somebody_has_changed_is_none(change: Callable[[Any], None]) -> None:
     module = adapted()
     change(module)
-    assert not linears.is_adapter_sum(module, (HIDDEN,))
+    assert not linears.rank_of_sum(module, (HIDDEN,))
 
 
 def test_variants_are_none() -> None:
-    assert not linears.is_adapter_sum(adapted(use_dora=True), (HIDDEN,))
+    assert not linears.rank_of_sum(adapted(use_dora=True), (HIDDEN,))
 
 
 @contextmanager

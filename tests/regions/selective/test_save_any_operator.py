@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ckpt
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.structure.layers import find_layers
 from tests import exactness, plain_models, zoo
 from tests.regions.selective.selective_layers import plain, step_of_plain
@@ -204,47 +202,3 @@ def test_a_plan_that_is_removed_leaves_nothing_that_fails(block: type[nn.Module]
     hold(block, "full")
     case = plain(block)
     assert exactness.differences(step_of_plain(plain(block)), step_of_plain(case)) == []
-
-
-class Passing:
-    """A run of a region that hands on each call, and names the operators."""
-
-    def __init__(self) -> None:
-        self.modules: list[str] = []
-        self.seen: set[str] = set()
-
-    def run(self, kind: Any, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
-        self.seen.add(kind.name)
-        return call(*args, **kwargs)
-
-    def note_view(self, tensor: Tensor, view: Tensor) -> None: ...
-    def enter_module(self, module: nn.Module, args: Any) -> None: ...
-    def leave_module(self, module: nn.Module, output: Any) -> None: ...
-
-
-def _calls(first: Tensor) -> Iterator[Tensor]:
-    yield from (first + 0.1, first * 3, first + True, 1 - first, first - 0.1, first / 3, first == 1)
-    if first.dtype is not torch.float16:
-        yield first * (1 + 2j)
-    if not first.is_complex():
-        yield from (torch.fmod(first, 0.3), torch.remainder(first, 0.3), torch.copysign(first, -1))
-        yield from (torch.xlogy(first.abs() + 1, 0.7), torch.where(first > 0, first, 0.1))
-    # The numbers that autograd saves are such as torch passes for a number; operators get them in lists as well.
-    number = (torch.ones((), requires_grad=True) * 0.1).grad_fn._saved_other
-    yield from (torch.ops.aten.stack([number, number]), first + number)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (7,)])
-def test_a_kernel_computes_with_a_number_what_torch_computes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    names = "add mul sub div eq fmod remainder copysign xlogy".split()
-    functions = [getattr(torch.ops.aten, name).Tensor for name in names]
-    dispatch.register_kernels([*functions, torch.ops.aten.where.self, torch.ops.aten.stack.default])
-    torch.manual_seed(0)
-    first = (10 * torch.randn(shape)).to(dtype)
-    expected, run = list(_calls(first)), Passing()
-    with dispatch.KernelInterception(lambda: run):
-        found = list(_calls(first))
-    assert {"aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor", "aten.stack.default"} <= run.seen
-    assert [each.dtype for each in found] == [each.dtype for each in expected]
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
