@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
@@ -20,6 +18,7 @@ from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.tiling import Cut, Joined, Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
 from tests import plain_models, training
+from tests.flops import Flops
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 LENGTH, TILES = 10, 3
@@ -179,20 +178,6 @@ def test_every_step_of_a_run_with_adapters_and_dropout_is_proven(mode: str, tmp_
     run = training.trainer(training.lora(), tmp_path, callback, gradient_accumulation_steps=2, bf16=True)
     run.train()
     assert run.state.global_step == 2
-
-
-class Flops(TorchDispatchMode):
-    """Counts them without hooks on modules, which would keep graphs of slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if (count := flop_registry.get(function.overloadpacket)) is not None:
-            self.total += count(*args, **(kwargs or {}), out_val=output)
-        return output
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

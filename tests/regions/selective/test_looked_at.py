@@ -25,10 +25,8 @@ LATE = 2
 """The first step in which anything happens."""
 
 
-class Switch:
-    """No value that is compared as a setting of a layer."""
-
-    is_on = False
+SWITCH = {"is_on": False}
+"""No setting of a layer, of which a change would be seen."""
 
 
 class Doing(Block):
@@ -37,14 +35,13 @@ class Doing(Block):
     def __init__(self, write: Callable[[Tensor], Any] | None, change: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
         self.write, self.change = write, change
-        self.switch = Switch()
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         fed = self.norm(hidden)
-        if self.change is not None and self.switch.is_on:
+        if self.change is not None and SWITCH["is_on"]:
             fed = self.change(fed)
         product = self.mlp.up(fed)
-        if self.write is not None and self.switch.is_on:
+        if self.write is not None and SWITCH["is_on"]:
             self.write(product)
         # Autograd saves nothing of the product itself.
         return hidden + self.mlp.down(torch.tanh(product + 0))
@@ -59,8 +56,7 @@ def gradients(
         hf_ckpt.apply(model, policy)
     found = []
     for step in range(STEPS):
-        for block in model.blocks:
-            block.switch.is_on = step >= begins
+        SWITCH["is_on"] = step >= begins
         model.zero_grad()
         model(torch.ones(2, length(step), WIDTH).cumsum(1)).pow(2).sum().backward()
         found.append([weight.grad for weight in model.parameters() if weight.grad is not None])
