@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from tests.attack import plans
-from tests.attack.events import EVENTS, Event
+from tests.attack.events import COARSE, EVENTS, Event
 from tests.attack.models import ADAPTED, BY_HAND, MODELS, PLACES
 from tests.attack.plans import Asked
 
@@ -48,13 +48,13 @@ class Combination:
         step = rng.choice((0, 1, 2, 2, 3, 3))
         longer = _LONG if event.name == "nothing_but_length" or rng.random() < 0.25 else _SHORT
         lengths = tuple(longer if number >= step else _SHORT for number in range(NUM_STEPS))
-        is_real = model not in BY_HAND
+        is_real, is_coarse = model not in BY_HAND, event.name in COARSE
         asked = plans.drawn(
             rng,
             saves=(_PRODUCTS.get(model, "aten.mm"), "aten.tanh" if not is_real else "mlp.*"),
             # In tiles each slice draws its own random numbers: another step, as the docs say.
-            may_tile=model != "llama_lora" and event.kind != "noise",
-            may_chunk=is_real,
+            may_tile=model != "llama_lora" and event.kind != "noise" and not is_coarse,
+            may_chunk=is_real and not is_coarse,
         )
         return cls(seed, model, rng.choice(list(PLACES)), event.name, step, lengths, asked, by_trainer)
 
