@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 
 from tests.attack import plans
-from tests.attack.events import COARSE, EVENTS, Event
+from tests.attack.events import COARSE, EVENTS
+from tests.attack.layer_events import Event
 from tests.attack.models import ADAPTED, BY_HAND, MODELS, PLACES
 from tests.attack.plans import Asked
 

@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         self.between: Between | None = None
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden, shift = self.embed_tokens(input_ids), torch.zeros(WIDTH)
+        hidden, shift = self.embed_tokens(input_ids), torch.zeros(WIDTH, dtype=self.norm.weight.dtype)
         residual = hidden * 1.0 if self.has_streams else None
         for idx, layer in enumerate(self.layers):
             context = WRAPS[self.form][0](shift)

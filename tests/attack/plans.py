@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -18,6 +18,11 @@ class Asked:
     def is_bitwise(self) -> bool:
         """Whether sums are added in the same order as without a plan."""
         return "tiles" not in self.options and self.options.get("head") != "chunked"
+
+    @property
+    def proven(self) -> Asked:
+        """The same with a proof of every step."""
+        return replace(self, options=self.options | {"prove": 1})
 
 
 _MODES = ("full", "full", "attention", "ffn", "selective", "selective", "selective", "selective_attention", "none")

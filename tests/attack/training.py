@@ -21,7 +21,8 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 import hf_ckpt
 from tests.attack import models
 from tests.attack.combinations import NUM_STEPS, Combination
-from tests.attack.events import EVENTS, EventError
+from tests.attack.events import EVENTS
+from tests.attack.layer_events import EventError
 from tests.attack.models import VOCAB, WIDTH, Ground, layers_of
 from tests.attack.plans import Asked
 from tests.training import arguments

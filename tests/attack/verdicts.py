@@ -17,7 +17,7 @@ from tests.attack.combinations import Combination
 from tests.attack.training import Left, Training
 
 _CLOSE, _NOTHING = 1e-5, 1e-6
-"""Of the norm, where a plan adds sums in another order; in float32, over five steps. Some gradients are all rounding."""
+"""Of the norm, where sums are added in another order; float32, over five steps. Some gradients are all rounding."""
 
 
 class Verdict(StrEnum):
@@ -33,6 +33,8 @@ class Verdict(StrEnum):
     """Refused, though torch's own checkpointing of every layer is exact: for a look, no fault by itself."""
     SILENT = "silent"
     """Something else, and nothing was said."""
+    UNPROVEN = "unproven"
+    """The same, but a proof of each step (`prove=1`) sees it: what the plan does not look at in later steps."""
     RAW = "raw"
     """An error that is none of ours, where training without a plan has none."""
     UNDEFINED = "undefined"
@@ -63,7 +65,9 @@ def outcome_of(combination: Combination) -> Outcome:
     got, error = _ran(combination, lambda training: training.run(combination.asked))
     different = _difference(expected, got, is_bitwise=combination.asked.is_bitwise)
     if different is not None:
-        return Outcome(combination, Verdict.SILENT, different)
+        proven, _ = _ran(combination, lambda training: training.run(combination.asked.proven))
+        is_seen = _difference(expected, proven, is_bitwise=combination.asked.is_bitwise) is None
+        return Outcome(combination, Verdict.UNPROVEN if is_seen else Verdict.SILENT, different)
     if error is None:
         return Outcome(combination, Verdict.EQUAL)
     if isinstance(error, HFCkptError) and len(got) < combination.step:
