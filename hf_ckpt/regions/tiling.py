@@ -117,6 +117,9 @@ class _Slices:
         self._joined = Joined(cut, module)
         self._kept: list[_Slice] = []
         self._needs_gradient = [tensor.requires_grad for tensor in inputs]
+        # Which inputs a slice has given a gradient: the others get none, as they do of the whole. An optimizer that
+        # decays weights steps where a gradient is zero, and not where there is none.
+        self._are_reached = [False] * len(inputs)
         # By owner and name: engines that shard put other tensors in the place of the same weight.
         self._weights = list(_trainable(module))
         # A cast of a weight that autocast caches would belong to the graph of one slice, and be used by the next.
@@ -208,7 +211,8 @@ class _Slices:
             self._proof = None
             with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
                 proof.finish(self._call.run, inputs, wholes, totals)
-        return [*wholes, *totals]
+        reached = [whole if is_reached else None for whole, is_reached in zip(wholes, self._are_reached, strict=True)]
+        return [*reached, *totals]
 
     def _add_gradients(
         self, piece: _Slice, gradients: Sequence[Tensor | None], places: Sequence[Tensor | None], sums: Sequence[_Sum]
@@ -226,9 +230,11 @@ class _Slices:
         if self._proof is not None:
             self._proof.check_gradients(gradients, all_found[: len(wanted)], all_found[len(wanted) :])
         found = iter(all_found)
-        for place in places:
+        for number, place in enumerate(places):
             if place is not None:
-                _fill(place, next(found))
+                gradient = next(found)
+                self._are_reached[number] |= gradient is not None
+                _fill(place, gradient)
         for total in sums:
             total.add(next(found))
 

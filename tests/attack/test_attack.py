@@ -5,13 +5,43 @@ from __future__ import annotations
 import pytest
 
 from tests.attack.combinations import Combination
-from tests.attack.verdicts import FAULTS, Verdict, outcome_of
+from tests.attack.layer_events import EVENTS
+from tests.attack.verdicts import FAULTS, Outcome, Verdict, outcome_of
 
 NUM_SEEDS, TOGETHER = 3000, 10
+
+
+def is_known(outcome: Outcome) -> bool:
+    """Whether a fault is a limit that docs/policies.md tells of."""
+    asked, event = outcome.combination.asked, EVENTS[outcome.combination.event]
+    if outcome.verdict is Verdict.UNPROVEN:
+        # Numbers that are not torch's, a context variable, writes past versions into what a region was given.
+        return event.kind in ("noise", "write", "between layers") or event.name in (
+            "places_noisy_pre_hook",
+            "sets_context_around_forward",
+            "hook_removes_itself",
+        )
+    # Each slice is a run of the module: what counts its runs counts slices.
+    counts = event.kind == "state" or event.name in ("balances_by_statistic", "fails_while_counting")
+    return counts and "tiles" in asked.options
 
 
 @pytest.mark.sweep(keep=15)
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, TOGETHER))
 def test_late_events_are_exact_or_refused(first: int) -> None:
     outcomes = [outcome_of(Combination.of(seed)) for seed in range(first, first + TOGETHER)]
-    assert [each.describe() for each in outcomes if each.verdict in (*FAULTS, Verdict.UNDEFINED)] == []
+    assert [
+        each.describe()
+        for each in outcomes
+        if each.verdict in (*FAULTS, Verdict.UNPROVEN, Verdict.UNDEFINED) and not is_known(each)
+    ] == []
+
+
+def test_a_seed_rebuilds_its_combination() -> None:
+    assert [Combination.of(seed) for seed in range(50)] == [Combination.of(seed) for seed in range(50)]
+
+
+def test_every_event_and_each_loop_is_drawn() -> None:
+    drawn = [Combination.of(seed) for seed in range(NUM_SEEDS)]
+    assert {each.event for each in drawn} == set(EVENTS)
+    assert 0.05 < sum(each.by_trainer for each in drawn) / NUM_SEEDS < 0.1

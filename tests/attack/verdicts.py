@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,8 @@ def _difference(expected: list[Left], got: list[Left], *, is_bitwise: bool) -> s
 
 
 def _is_same(ours: object, theirs: object, is_bitwise: bool) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float) and not is_bitwise:
+        return math.isclose(ours, theirs, rel_tol=_CLOSE, abs_tol=_NOTHING)
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
         return type(ours) is type(theirs) and ours == theirs
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
