@@ -27,7 +27,7 @@ from tests.attack.combinations import Combination
 from tests.attack.verdicts import FAULTS, Verdict, outcome_of
 
 _CHUNK = 100
-_SHOWN = (*FAULTS, Verdict.NEEDLESS, Verdict.UNDEFINED)
+_SHOWN = (*FAULTS, Verdict.UNPROVEN, Verdict.NEEDLESS, Verdict.UNDEFINED)
 _MOST_OF_A_REASON = 300
 
 
