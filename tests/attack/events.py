@@ -658,7 +658,7 @@ def sums_two_forwards(training: Training, rng: random.Random) -> None:
     training.forwards = rng.choice((2, 3))
 
 
-@event("loop")
+@event("noise")
 def changes_dropout_between_forwards(training: Training, rng: random.Random) -> None:
     """R-Drop with two rates."""
     training.forwards = 2
