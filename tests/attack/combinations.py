@@ -26,7 +26,7 @@ class Combination:
     Args:
         place: where in a layer the event's ground lies: of `PLACES`.
         step: the step, counted from 0, that begins with the event.
-        lengths: tokens of each step's rows.
+        lengths: tokens of the rows of each step that is trained.
         by_trainer: whether the Trainer trains; else a loop of one's own.
     """
 
@@ -48,7 +48,9 @@ class Combination:
         model = rng.choice(_models_for(event))
         step = rng.choice((0, 1, 2, 2, 3, 3))
         longer = _LONG if event.name == "nothing_but_length" or rng.random() < 0.25 else _SHORT
-        lengths = tuple(longer if number >= step else _SHORT for number in range(NUM_STEPS))
+        # Two steps with the event show what it does; more would cost a quarter more time.
+        num_steps = min(NUM_STEPS, step + 2)
+        lengths = tuple(longer if number >= step else _SHORT for number in range(num_steps))
         is_real, is_coarse = model not in BY_HAND, event.name in COARSE
         asked = plans.drawn(
             rng,

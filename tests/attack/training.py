@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 
 import hf_ckpt
 from tests.attack import models
-from tests.attack.combinations import NUM_STEPS, Combination
+from tests.attack.combinations import Combination
 from tests.attack.events import EVENTS
 from tests.attack.layer_events import EventError
 from tests.attack.models import VOCAB, WIDTH, Ground, layers_of
@@ -32,7 +32,7 @@ Left = dict[str, Any]
 
 
 class Training:
-    """Trains a combination's model for five steps; an event changes what is public here.
+    """Trains a combination's model for up to five steps; an event changes what is public here.
 
     Attributes:
         behind_forward: called with each step's loss, before its backward.
@@ -165,7 +165,7 @@ class Training:
         return of_stack | {"attention": "attn" if "attn" in names else "self_attn", "ffn": "mlp"}
 
     def _run_loop(self) -> None:
-        for step in range(NUM_STEPS):
+        for step in range(len(self.combination.lengths)):
             self.begin(step)
             try:
                 loss = self._gradients(step)
@@ -194,7 +194,8 @@ class Training:
 
     def _run_trainer(self, asked: Asked | None) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            settings = {"max_steps": NUM_STEPS, "per_device_train_batch_size": 1, "max_grad_norm": 0.0}
+            num_steps = len(self.combination.lengths)
+            settings = {"max_steps": num_steps, "per_device_train_batch_size": 1, "max_grad_norm": 0.0}
             given = arguments(Path(folder), **settings, logging_strategy="no", lr_scheduler_type="constant")
             callbacks: list[TrainerCallback] = [_Events(self)]
             if asked is not None:
@@ -203,7 +204,7 @@ class Training:
             trainer = _Trainer(
                 model=self.model,
                 args=TrainingArguments(**given),
-                train_dataset=[{name: row[0] for name, row in self.inputs(step).items()} for step in range(NUM_STEPS)],
+                train_dataset=[{name: row[0] for name, row in self.inputs(step).items()} for step in range(num_steps)],
                 optimizers=(self.optimizer, None),
                 callbacks=callbacks,
             )
