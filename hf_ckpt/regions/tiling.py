@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -247,13 +247,22 @@ class _Slices:
         versions = [piece._version for piece in pieces]
         with torch.enable_grad(), self._autocast.restored():
             proof, run = self._proof, self._call.run
-            returned = run(*pieces) if proof is None else proof.run(run, inputs, pieces)
+            try:
+                returned = run(*pieces) if proof is None else proof.run(run, inputs, pieces)
+            except RuntimeError as error:
+                # In torch 2.11 to 2.13: a slice, unlike the whole, is a leaf.
+                if "leaf Variable that requires grad is being used in an in-place" in str(error):
+                    self._refuse_write(error)
+                raise
         if [piece._version for piece in pieces] != versions:
-            raise UnsupportedError(
-                f"{type(self._module).__name__} is to run in tiles, but it writes into its input, which its "
-                "recomputation needs. Leave tiles out for its layer."
-            )
+            self._refuse_write()
         return _Slice(pieces, returned)
+
+    def _refuse_write(self, cause: Exception | None = None) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self._module).__name__} is to run in tiles, but it writes into its input, which its "
+            "recomputation needs. Leave tiles out for its layer."
+        ) from cause
 
     def _run_again(self, inputs: Sequence[Tensor], start: int, length: int) -> _Slice:
         with recomputing():
