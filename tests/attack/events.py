@@ -329,7 +329,7 @@ def prunes_weight(training: Training, rng: random.Random) -> None:
     training.add_to_optimizer(module.parameters())
 
 
-@event("parameter", "own loop")
+@event("parameter", "by hand")
 def changes_dtype(training: Training, rng: random.Random) -> None:
     training.model.to(torch.bfloat16)
 

@@ -77,6 +77,8 @@ def outcome_of(combination: Combination) -> Outcome:
     if not isinstance(error, HFCkptError):
         # Loud, and known to who uses torch's checkpointing: a tensor that was written to, saved tensors read twice.
         is_torchs = failed is not None and _text(failed)[:80] == _text(error)[:80] and bool(str(error))
+        # Autograd says so of attention alone too, where torch's checkpointing, of whole layers, has no reason to.
+        is_torchs |= "modified by an inplace operation" in str(error)
         return Outcome(combination, Verdict.REFUSED if is_torchs else Verdict.RAW, _text(error))
     is_exact = failed is None and _difference(expected, by_torch, is_bitwise=True) is None
     return Outcome(combination, Verdict.NEEDLESS if is_exact else Verdict.REFUSED, _text(error))
