@@ -35,6 +35,7 @@ SUITES = {
     "proof_launches": "benchmarks.proof_launches",
     "recovery_sweep": "benchmarks.recovery_sweep",
     "recovery_stream": "benchmarks.recovery_stream",
+    "late_events": "benchmarks.late_events",
     "published": "benchmarks.published.measure",
     "published_page": "benchmarks.published.page",
     "longctx": "benchmarks.longctx",

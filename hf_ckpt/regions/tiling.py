@@ -120,6 +120,9 @@ class _Slices:
         self._joined = Joined(cut, module)
         self._kept: list[_Slice] = []
         self._needs_gradient = [tensor.requires_grad for tensor in inputs]
+        # Which inputs a slice has given a gradient: the others get none, as they do of the whole. An optimizer that
+        # decays weights steps where a gradient is zero, and not where there is none.
+        self._are_reached = [False] * len(inputs)
         # By owner and name: engines that shard put other tensors in the place of the same weight.
         self._weights = list(_trainable(module))
         # A cast of a weight that autocast caches would belong to the graph of one slice, and be used by the next.
@@ -240,7 +243,8 @@ class _Slices:
                     proof.finish(self._call.run, inputs, wholes, totals)
                 elif (differ := self._alone.gradients_differ(self._call.run, inputs, gradients, wholes)) is not None:
                     self._call.state.add_error(differ, partial(self._refuse, "gradients"))
-        return [*wholes, *totals]
+        reached = [whole if is_reached else None for whole, is_reached in zip(wholes, self._are_reached, strict=True)]
+        return [*reached, *totals]
 
     def _acts_on_gradients(self) -> bool:
         """Whether hooks on gradients act inside of the module: what they do may depend on other positions."""
@@ -263,9 +267,11 @@ class _Slices:
         if self._proof is not None:
             self._proof.check_gradients(gradients, all_found[: len(wanted)], all_found[len(wanted) :])
         found = iter(all_found)
-        for place in places:
+        for number, place in enumerate(places):
             if place is not None:
-                _fill(place, next(found))
+                gradient = next(found)
+                self._are_reached[number] |= gradient is not None
+                _fill(place, gradient)
         for total in sums:
             total.add(next(found))
 
@@ -278,13 +284,22 @@ class _Slices:
         versions = [piece._version for piece in pieces]
         with torch.enable_grad(), self._autocast.restored():
             proof, run = self._proof, self._call.run
-            returned = run(*pieces) if proof is None else proof.run(run, inputs, pieces)
+            try:
+                returned = run(*pieces) if proof is None else proof.run(run, inputs, pieces)
+            except RuntimeError as error:
+                # In torch 2.11 to 2.13: a slice, unlike the whole, is a leaf.
+                if "leaf Variable that requires grad is being used in an in-place" in str(error):
+                    self._refuse_write(error)
+                raise
         if [piece._version for piece in pieces] != versions:
-            raise UnsupportedError(
-                f"{type(self._module).__name__} is to run in tiles, but it writes into its input, which its "
-                "recomputation needs. Leave tiles out for its layer."
-            )
+            self._refuse_write()
         return _Slice(pieces, returned)
+
+    def _refuse_write(self, cause: Exception | None = None) -> NoReturn:
+        raise UnsupportedError(
+            f"{type(self._module).__name__} is to run in tiles, but it writes into its input, which its "
+            "recomputation needs. Leave tiles out for its layer."
+        ) from cause
 
     def _run_again(self, inputs: Sequence[Tensor], start: int, length: int) -> _Slice:
         with recomputing():

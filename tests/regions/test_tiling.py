@@ -223,6 +223,20 @@ def test_hooks_of_a_parameter_see_one_gradient_a_step() -> None:
     assert len(seen) == len(set(seen)) == len(list(case.model.parameters()))
 
 
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_an_input_that_the_whole_gives_no_gradient_gets_none(recomputes: bool) -> None:
+    case = llama()
+    for layer in case.model.model.layers:
+        for module in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            module.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+    _, expected = exactness.step(case)
+    with tiled(case.model, 2, recomputes=recomputes):
+        _, got = exactness.step(case)
+    without = [name for name, gradient in expected.items() if gradient is None]
+    assert "model.layers.0.post_attention_layernorm.weight" in without
+    assert [name for name, gradient in got.items() if gradient is None] == without
+
+
 def test_frozen_layers_run_in_tiles_too() -> None:
     case = exactness.build("llama")
     case.model.requires_grad_(False)

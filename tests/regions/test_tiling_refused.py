@@ -18,7 +18,7 @@ from hf_ckpt.regions import tiling
 from hf_ckpt.regions.tile_checks import PositionsAlone
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from tests import exactness, plain_models
-from tests.regions.tiled_models import llama
+from tests.regions.tiled_models import llama, tiled
 
 core = pytest.mark.core
 pytestmark = [pytest.mark.slow, core]
@@ -394,3 +394,16 @@ def test_a_weight_that_a_hook_computes_is_named(compute: Callable[[nn.Module], A
     compute(module.up)
     with pytest.raises(UnsupportedError, match=r"up\.weight is computed anew each time .*prune and weight_norm"):
         run_tiled(Tiling(4), module, None, torch.randn(2, 20, plain_models.WIDTH, requires_grad=True))
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(2)])
+def test_a_write_into_the_input_that_begins_later_is_refused(part: slice) -> None:
+    def write(module: nn.Module, args: tuple[Tensor]) -> None:
+        args[0][..., part].mul_(1.5)
+
+    case = llama()
+    with tiled(case.model, 2):
+        exactness.step(case)
+        case.model.model.layers[1].mlp.gate_proj.register_forward_pre_hook(write)
+        with pytest.raises(UnsupportedError, match="writes into its input"):
+            exactness.step(case)
