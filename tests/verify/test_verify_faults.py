@@ -222,7 +222,8 @@ def test_reentrant_checkpoint_with_shared_keys_and_values(
     vocabulary = {"vocab_size": 320, "vocab_size_per_layer_input": 320}
     model = {"config": {**fields, **vocabulary, "model_type": model_type}}
     details = failed(report(tmp_path, model=model, **FULL))
-    assert details.keys() >= {"gradients", "first difference"}
+    # A recomputation is handed aliases, by which a reentrant one gets no gradients back: the run ends.
+    assert details.keys() >= {"run", "first difference"}
     assert localize.REENTRANT in details["first difference"]
 
 
