@@ -114,7 +114,7 @@ test test-all test-distributed test-browser test-oldest: export TOKENIZERS_PARAL
 
 # Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
 # mypy, which has one thread, runs next to the tests in two processes, which wait for each other.
-test test-oldest: cases = --cases 3
+test test-oldest: cases = --cases 2
 test test-all: lint
 	.venv/bin/python -m pytest -m 'not browser' $(cases) $(PYTEST_ARGS)
 	.venv/bin/mypy & types=$$!; $(two_processes) $(cases) $(DISTRIBUTED_ARGS); tests=$$?; wait $$types && exit $$tests

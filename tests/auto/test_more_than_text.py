@@ -255,6 +255,7 @@ def peak(callback: HFCkptCallback, mode: str) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sweep(keep=1)
 def test_followed_step_is_the_predicted_one(tmp_path: Path, name: str) -> None:
     run, callback = trainer(KINDS[name], tmp_path, examples(KINDS[name], EQUAL), "1GiB")
     followed = follow_trainer(run)
@@ -264,6 +265,7 @@ def test_followed_step_is_the_predicted_one(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sweep(keep=1)
 def test_followed_step_of_a_larger_batch_keeps_a_budget(tmp_path: Path, name: str) -> None:
     data = examples(KINDS[name], LARGER)
     run, callback = trainer(KINDS[name], tmp_path, data, "1GiB", per_device_train_batch_size=8)
@@ -313,6 +315,7 @@ def assert_traced_once(known: zoo.Case) -> None:
     assert found[0].timeline == found[1].timeline
 
 
+@pytest.mark.sweep
 def test_stacks_of_unequal_depth_are_traced_once() -> None:
     # Nine layers amid stacks of one.
     assert_traced_once(zoo.build("florence2", num_layers=2))
@@ -345,6 +348,7 @@ def run_of(folder: Path, budget: str | None, data: Any, collator: Any = collate)
     return run
 
 
+@pytest.mark.sweep
 def test_losses_and_batches_are_those_without_a_plan(tmp_path: Path) -> None:
     data = examples(KINDS["llava"], MIXED)
     plain = run_of(tmp_path / "plain", None, data, noisy)
@@ -494,6 +498,7 @@ def test_forward_that_reads_pixels_is_refused(tmp_path: Path) -> None:
         run.train()
 
 
+@pytest.mark.sweep
 def test_budget_that_no_plan_fits_says_what_would(tmp_path: Path) -> None:
     run, _ = trainer(KINDS["llava"], tmp_path, examples(KINDS["llava"], EQUAL), "10kB")
     with pytest.raises(BudgetError) as raised:

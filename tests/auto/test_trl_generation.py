@@ -112,6 +112,7 @@ def peak_until_the_last_token(memory: StepMemory) -> int:
         ("RLOO", {"lora": True, **KL}),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_step_is_predicted_as_it_runs(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     callback = auto()
     # With what is used again, the third step is the next to generate.
@@ -125,6 +126,7 @@ def test_step_is_predicted_as_it_runs(tmp_path: Path, kind: str, changes: dict[s
     assert peak_until_the_last_token(before) == pytest.approx(peak_until_the_last_token(followed), rel=0.01)
 
 
+@pytest.mark.sweep
 def test_reference_adapter_of_a_model_with_one_of_its_own_is_counted(tmp_path: Path) -> None:
     callback = auto()
     model = get_peft_model(runs.model(num_hidden_layers=4), LoraConfig(**runs.ADAPTER))

@@ -176,6 +176,7 @@ def test_rows_with_another_example_s_completion_may_be_longer(tmp_path: Path) ->
     assert_alike(predicted_of(callback), followed)
 
 
+@pytest.mark.sweep
 def test_layers_that_are_alike_are_traced_once_for_the_reference_too(tmp_path: Path) -> None:
     callback = auto()
     trainer("KTO", "adapters off", tmp_path, callback).train()
@@ -227,6 +228,7 @@ def test_kernels_of_cuda_take_no_copies_of_a_tile_of_logits(tmp_path: Path) -> N
         ("SFT", "adapters off"),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_budget_below_none_is_kept_and_the_run_is_that_without_a_plan(tmp_path: Path, kind: str, case: str) -> None:
     plain = trainer(kind, case, tmp_path)
     plain.train()
@@ -257,6 +259,7 @@ def test_step_without_a_bound_is_planned_for_when_it_comes(tmp_path: Path) -> No
     assert planned.predicted_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
 
 
+@pytest.mark.sweep
 def test_plan_for_a_larger_batch_may_be_made_within_a_step_that_is_followed(tmp_path: Path) -> None:
     # The first step has short rows, the second one long ones.
     columns = {

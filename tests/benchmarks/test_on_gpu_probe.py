@@ -60,6 +60,7 @@ def test_every_fact_is_an_entry_with_figures_or_a_reason(entries: dict[str, dict
     assert failed == (set() if is_there else {"host_time/lora"})
 
 
+@pytest.mark.sweep
 def test_what_only_a_gpu_has_is_left_out_with_the_reason(entries: dict[str, dict[str, Any]]) -> None:
     left_out = ("properties", "driver", "context", "workspaces", "bytes_outside_the_allocator")
     assert all(entries["device"][name]["skipped"] for name in left_out)

@@ -29,6 +29,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
+@pytest.mark.sweep(keep=39)
 def test_command_is_understood(words: list[str]) -> None:
     command, *rest = words
     options = _COMMANDS[command].parser().parse_intermixed_args(rest, argparse.Namespace(words=words))

@@ -444,6 +444,7 @@ def test_missing_trl_is_one_message(
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=str)
+@pytest.mark.sweep(keep=24)
 def test_a_mistake_is_one_line_that_says_what_to_do(
     case: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

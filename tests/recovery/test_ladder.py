@@ -559,6 +559,7 @@ def test_trainers_that_generate_their_inputs_keep_the_error(tmp_path: Path, capl
     assert sum("GRPOTrainer generates its inputs, which are not made again" in line for line in lines) == 1
 
 
+@pytest.mark.sweep
 def test_by_default_an_error_ends_the_run(tmp_path: Path, limit: int) -> None:
     callback = HFCkptCallback("none", prove="off")
     with pytest.raises(torch.OutOfMemoryError):

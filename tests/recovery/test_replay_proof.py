@@ -312,6 +312,7 @@ def looped(*, fails: bool, name: str, in_undo: bool, plant: Callable[[], object]
 
 @pytest.mark.parametrize("in_undo", [True, False], ids=["undo", "module"])
 @pytest.mark.parametrize("name", [name for name in STATES if name != "number"])
+@pytest.mark.sweep(keep=6)
 def test_state_of_a_loop_is_undone(name: str, in_undo: bool) -> None:
     expected = looped(fails=False, name=name, in_undo=in_undo)
     assert changed(expected, looped(fails=True, name=name, in_undo=in_undo)) == []

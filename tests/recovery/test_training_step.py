@@ -412,6 +412,7 @@ def test_a_trainer_that_is_not_found_can_be_attached(tmp_path: Path, monkeypatch
 # --- Nothing is left. ---
 
 
+@pytest.mark.sweep
 def test_after_200_recoveries_everything_is_as_after_none(tmp_path: Path) -> None:
     def left(at: dict[int, list[int]], num_steps: int = 2) -> tuple[Any, ...]:
         model = llama(num_hidden_layers=1, hidden_size=4, intermediate_size=4)

@@ -133,6 +133,7 @@ def two_passes(name: str, step: int, case: zoo.Case) -> Tensor:
 
 @pytest.mark.parametrize("name", CHANGES)
 @one_of_each_kind
+@pytest.mark.sweep(keep=8)
 def test_every_kind_of_attribute_is_brought_back(name: str, way: str) -> None:
     hold(tuned, partial(two_passes, name, 1), way)
 

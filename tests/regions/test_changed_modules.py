@@ -203,6 +203,7 @@ def exchange_hooks(case: zoo.Case) -> Tensor:
         *(take_hooks_away, place_hooks_late, exchange_hooks),
     ],
 )
+@pytest.mark.sweep(keep=8)
 def test_what_the_forward_found_is_brought_back(flow: Callable[[zoo.Case], Tensor], way: str) -> None:
     hold(lora, flow, way)
 

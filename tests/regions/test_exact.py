@@ -35,6 +35,7 @@ def cases(model_type: str, attn_implementation: str) -> tuple[zoo.Case, Result]:
     ],
 )
 @every_core_model
+@pytest.mark.sweep(keep=12)
 def test_loss_and_gradients_are_bitwise_equal(model_type: str, attn_implementation: str, policy: str) -> None:
     case, expected = cases(model_type, attn_implementation)
     with exactness.apply(case.model, policy), exactness.counted_entries(case.model) as (_, backward):
@@ -271,6 +272,7 @@ def expected_of(run: Callable[[zoo.Case], Result], model_type: str) -> Result:
 @every_recomputing_policy
 @pytest.mark.parametrize("model_type", ["gpt2", "opt"])
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.sweep(keep=8)
 def test_step_is_exact(run: Callable[[zoo.Case], Result], model_type: str, policy: str) -> None:
     case, _ = cases(model_type, "eager")
     expected = expected_of(run, model_type)

@@ -78,6 +78,7 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("task", "model_type"), ARCHITECTURES, ids=lambda name: name)
+@pytest.mark.sweep(keep=12)
 def test_policies_are_exact_or_refused(task: str, model_type: str) -> None:
     torch.manual_seed(0)
     try:

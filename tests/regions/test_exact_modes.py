@@ -128,6 +128,7 @@ def sliced(setting: str) -> Result:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sweep(keep=10)
 def test_step_is_that_of_no_plan(setting: str, mode: str, tmp_path: Path) -> None:
     case, expected = expected_of(setting)
     with in_force(case, mode, tmp_path) as applied, exactness.counted_entries(case.model) as (forward, backward):

@@ -167,6 +167,7 @@ UNCHANGED = {("keyword", "ffn"): "its inputs are no keywords"}
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", PLANTS)
 @pytest.mark.parametrize("make", [llama, lora], ids=["full fine-tune", "lora"])
+@pytest.mark.sweep(keep=14)
 def test_a_fault_of_both_runs_stops_the_first_backward(
     name: str, option: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

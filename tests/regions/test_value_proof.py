@@ -289,6 +289,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, Plant, str, str]:
     return found
 
 
+@pytest.mark.sweep(keep=20)
 def test_a_planted_fault_stops_the_first_backward(
     case: tuple[str, Plant, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def assert_equal(once: StepMemory, whole: StepMemory) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep(keep=2)
 def test_a_step_traced_once_is_the_step_traced_whole(name: str) -> None:
     model_type, num_layers, policy, options, count = CASES[name]
     with counted_copies() as counts:
@@ -125,6 +126,7 @@ class AddsBetween(LlamaModel):
 
 
 @pytest.mark.parametrize("policy", [None, "full", "attention"])
+@pytest.mark.sweep(keep=1)
 def test_layers_next_to_what_comes_between_are_traced(policy: str | None) -> None:
     built = model("llama", 14)
     built.model.__class__ = AddsBetween

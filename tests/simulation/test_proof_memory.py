@@ -76,6 +76,7 @@ def _seen() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.sweep(keep=1)
 def test_the_first_step_needs_what_is_predicted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS[name]
     predicted = simulated(run, is_proven=True)
@@ -111,6 +112,7 @@ def test_only_the_first_micro_batch_is_proven() -> None:
     assert most(proven, 1) == most(later, 1)
 
 
+@pytest.mark.sweep
 def test_a_plan_for_a_budget_keeps_it_in_the_step_that_is_proven() -> None:
     run = RUNS["segments"]
     model, step = run.model(), replace(run.step, is_proven=True)

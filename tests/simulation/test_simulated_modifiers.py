@@ -124,6 +124,7 @@ def test_selective_modes_take_time_on_the_host_for_each_operator_of_their_layers
     assert 20 < added < 200
 
 
+@pytest.mark.sweep
 def test_costs_of_layers_have_that_time_in_each_micro_batch() -> None:
     def added(num_micro_batches: int) -> dict[str, float]:
         step = replace(STEP, gradient_accumulation_steps=num_micro_batches)
@@ -215,6 +216,7 @@ def test_plans_for_one_budget_after_the_other_are_those_for_each_by_itself(chain
         assert plans.plan_for(budget).plan == found.plan
 
 
+@pytest.mark.sweep
 def test_tiles_are_no_option_where_dropout_lies_inside_unless_they_are_allowed() -> None:
     built = llama(dropout=0.1, adapted=FEW)
     base = chain_of(StepSimulator(built, STEP, A100))
@@ -242,6 +244,7 @@ def test_chunked_head_is_cheaper_in_bytes_and_no_layer_changes(chain: Chain) -> 
 # --- What is chosen. ---
 
 
+@pytest.mark.sweep
 def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_fit(chain: Chain) -> None:
     built, allowed = llama(), Allowed(offload=Offload(), tiles=False, head=False)
     layers = (

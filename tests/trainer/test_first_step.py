@@ -415,6 +415,7 @@ KINDS: dict[str, tuple[object, dict[str, object]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.sweep(keep=6)
 def test_forward_of_the_user_in_a_backward_is_no_fault(flow: Callable[[nn.Module], None], kind: str) -> None:
     # Without dropout: how often the user's own forwards draw is no matter here.
     policy, options = KINDS[kind]

@@ -61,6 +61,7 @@ def check(found: Report, names: set[str], *, skipped: set[str] = frozenset({"hoo
     ],
     ids=["full", "every_2", "attention", "ffn", "segments", "nested", "revolve", "mixed"],
 )
+@pytest.mark.sweep(keep=1)
 def test_policy_holds_with_dropout(policy: dict[str, Any], recomputed: int, tmp_path: Path) -> None:
     found = report(tmp_path, checkpointing=policy)
     check(found, ALL | OF_FULL)
@@ -79,6 +80,7 @@ def test_policy_none_is_said_to_recompute_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.sweep
 def test_adapter_holds_with_dropout(more: dict[str, Any], tmp_path: Path) -> None:
     found = report(tmp_path, lora={**small_recipes.LORA, **more}, checkpointing={"policy": "full"})
     check(found, ALL | OF_ADAPTER)

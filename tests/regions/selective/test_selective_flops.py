@@ -257,6 +257,7 @@ def test_selective_holds_sums_in_the_place_of_what_bases_return() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.sweep(keep=1)
 def test_selective_with_adapters_costs_little_of_a_step_of_7b(dropout: float) -> None:
     # Beside the host's time, which another test is about.
     device = replace(A100, selective_seconds=0.0)
