@@ -459,8 +459,8 @@ class OriginalCall:
                 return None
         return (
             "under the plan it returned something else than the forward that its module had before"
-            f"{by_distance(distance)}. If nothing has changed that forward since, and it draws random numbers from torch "
-            "alone, this is a fault of hf_ckpt: please report it."
+            f"{by_distance(distance)}. If nothing has changed that forward since, and it draws random numbers from "
+            "torch alone, this is a fault of hf_ckpt: please report it."
         )
 
     def _compare_gradients(self) -> None:
