@@ -1,7 +1,7 @@
 """The outputs that one call of a region keeps, and whether the layers of a stack keep all that was asked for.
 
 Note [Looked at whenever used]: what is kept gets a fingerprint when it is made, and another one when it is handed out,
-in every step; so does, each time, what its operator is fed. Nothing that was seen before is relied upon: kernels
+in every step; so does what its operator is fed (on a device by turns). Nothing seen before is relied upon: kernels
 launched past the dispatcher write too (Triton: Liger's rotary embedding rotates the queries in the output of their
 projection), as do operators inside of themselves (`torch.cdist`), numpy, and views that count their own writes.
 
@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from hf_ckpt.regions.module_state import CallState
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
 
+
+TURNS = 8
+"""On a device one of so many operators is asked what it is fed, by chance, where its region was proven as it is."""
 
 ADAPTED_LAYER = OperatorKind("an adapted layer", "", OperatorRole.PRODUCT)
 """Stands for adapted layers, as if they were operators."""
@@ -116,6 +120,7 @@ class KeptOutputs:
         self._values = values
         self._region = region
         self._is_whole = values is not None or not coverage.knows(setting)
+        self._turn = coverage.turns.randrange(TURNS)
         self._operators: frozenset[CallId] = frozenset()
         self._entries: dict[CallId, _KeptOutput] = {}
         self._num_needed = 0
@@ -145,18 +150,22 @@ class KeptOutputs:
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         fed = fed_tensors(kind, args)
         shapes, sums = [tensor.shape for tensor in fed], self._sums(tensors)
-        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, *self._sums_of_fed(kind, fed))
+        reads_late = self._is_whole or len(self._entries) % TURNS == self._turn
+        sums_of_fed = self._sums_of_fed(kind, fed, reads_late=reads_late)
+        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, *sums_of_fed)
 
     def _sums(self, tensors: Sequence[Tensor]) -> list[BitSum]:
         return bit_sums(tensors, is_whole=self._is_whole)
 
-    def _sums_of_fed(self, kind: OperatorKind, fed: list[Tensor]) -> tuple[list[BitSum], list[Fingerprint]]:
+    def _sums_of_fed(
+        self, kind: OperatorKind, fed: list[Tensor], *, reads_late: bool = True
+    ) -> tuple[list[BitSum], list[Fingerprint]]:
         """Return sums of what an operator is fed; in a proven call fingerprints too, which tell how far apart it is."""
         if kind is ADAPTED_LAYER:
             # It feeds its adapter what it is fed.
             return [], []
         if self._values is None or self._values.is_simulated:
-            return bit_sums(fed, is_whole=self._is_whole, is_sparse=True), []
+            return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), []
         found = self._values.fingerprints(fed, has_sketch=True)
         return [each.hash for each in found], found
 
@@ -204,12 +213,13 @@ class KeptOutputs:
                 f"{list(map(list, shapes))} where the forward had {list(map(list, entry.shapes))}: the layer does not "
                 "repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
             )
-        now, fingerprints = self._sums_of_fed(entry.kind, fed)
         weight = linear_weight(entry.kind, args)
-        self._look(_Look(number, weight, True, entry.fed, now, entry.fingerprints, fingerprints))
-        return self._pop(number)
+        if entry.fed:
+            now, fingerprints = self._sums_of_fed(entry.kind, fed)
+            self._look(_Look(number, weight, True, entry.fed, now, entry.fingerprints, fingerprints))
+        return self._pop(number, weight)
 
-    def _pop(self, number: CallId) -> Any:
+    def _pop(self, number: CallId, weight: int) -> Any:
         entry = self._entries.pop(number)
         output = entry.output
         if (keeper := self._keeper) is not None:
@@ -223,7 +233,7 @@ class KeptOutputs:
         if entry.random_state is not None:
             # What follows must draw the numbers that it drew behind this operator.
             entry.random_state.restore()
-        self._look(_Look(number, 0, False, entry.sums, sums))
+        self._look(_Look(number, weight, False, entry.sums, sums))
         return output
 
     def _may_run_again(self, entry: _KeptOutput) -> bool:
@@ -315,12 +325,11 @@ class KeptOutputs:
         look = next(each for each in looked_at if each.differs())
         (operator, place), module = look.number, self._state.module
         inside = () if module is None else module.named_parameters()
-        weight = next((each.weight for each in looked_at if each.weight and each.number == look.number), 0)
-        owner = next((name for name, each in inside if weight and each.data_ptr() == weight), "")
+        owner = next((name for name, each in inside if look.weight and each.data_ptr() == look.weight), "")
         return f"{operator} number {place + 1}" + f" ({owner.rpartition('.')[0]})" * bool(owner)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Look:
     """A comparison of what an operator was fed, or returned, in forward and in recomputation."""
 
@@ -383,6 +392,8 @@ class SaveCoverage:
         self.copied_calls: set[CallId] = set()
         # Hashes of settings, and of settings with operators, that were recomputed.
         self._known: set[int] = set()
+        # Its own, so that those of the user stay as they are.
+        self.turns = Random(0)
         # Whether something occurred that only a dispatch mode is given.
         self.needs_dispatch_mode = False
         self.has_recomputed_with_kernels = False

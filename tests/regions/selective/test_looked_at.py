@@ -15,6 +15,7 @@ from torch import Tensor
 import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.regions import fingerprints, value_proof
+from hf_ckpt.regions.selective import kept_outputs
 from tests import exactness
 from tests.plain_models import WIDTH, Block, Decoder
 
@@ -48,14 +49,18 @@ class Doing(Block):
 
 
 def gradients(
-    policy: str | None, length: Callable[[int], int] = lambda step: 3, begins: int = LATE, **doing: Any
+    policy: str | None,
+    length: Callable[[int], int] = lambda step: 3,
+    begins: int = LATE,
+    num_steps: int = STEPS,
+    **doing: Any,
 ) -> list[list[Tensor]]:
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     model = Decoder([Doing(**{"write": None, "change": None} | doing) for _ in range(2)]).train()
     if policy is not None:
         hf_ckpt.apply(model, policy)
     found = []
-    for step in range(STEPS):
+    for step in range(num_steps):
         SWITCH["is_on"] = step >= begins
         model.zero_grad()
         model(torch.ones(2, length(step), WIDTH).cumsum(1)).pow(2).sum().backward()
@@ -194,6 +199,7 @@ def test_noise_in_front_of_a_kept_product_that_begins_late_is_found(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: is_read_late)
+    monkeypatch.setattr(kept_outputs, "TURNS", 1)
     if not is_read_late:
         with pytest.raises(UnsupportedError, match=FED):
             gradients("selective", change=change)
@@ -216,6 +222,15 @@ def test_noise_in_front_of_a_kept_product_is_found_in_the_first_step(
 ) -> None:
     with pytest.raises(PlanMismatchError, match=r"feeds aten\.addmm\.default number 1 \(mlp\.up\) something else"):
         gradients("selective", change=change, begins=0)
+
+
+def test_operators_take_turns_in_being_asked_by_a_device_what_they_are_fed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: True)
+    with pytest.raises(PlanMismatchError, match=r"\(mlp\.up\) something else"):
+        gradients("selective", change=by_numpy_noise, num_steps=8 * kept_outputs.TURNS)
+    assert "WARNING" in [record.levelname for record in caplog.records]
 
 
 # --- Kernels that do not repeat themselves. ---
@@ -250,6 +265,7 @@ def test_kernels_that_do_not_repeat_themselves_train(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: bool(is_read_late))
+    monkeypatch.setattr(kept_outputs, "TURNS", 1)
     if is_gathered:
         # Under ZeRO-3 a recomputation cannot run to its end, nor another one follow.
         monkeypatch.setattr(
