@@ -164,10 +164,11 @@ class KeptOutputs:
         if kind is ADAPTED_LAYER:
             # It feeds its adapter what it is fed.
             return [], []
-        if self._values is None or self._values.is_simulated:
-            return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), []
-        found = self._values.fingerprints(fed, has_sketch=True)
-        return [each.hash for each in found], found
+        # A simulated step counts the memory of both, and has no values.
+        found = [] if self._values is None else self._values.fingerprints(fed, has_sketch=True)
+        if found:
+            return [each.hash for each in found], found
+        return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), []
 
     def note_saved(self) -> None:
         """Note that autograd saves a tensor: recomputation comes at least as far as here."""
