@@ -544,11 +544,16 @@ _MAX_BLOCKS = 1 << 13
 """Of a sparse sum, which is for differences that are all over a tensor: a MiB or two."""
 
 
-def bit_sums(tensors: Sequence[Tensor], *, is_whole: bool, is_sparse: bool = False) -> list[BitSum]:
+def bit_sums(
+    tensors: Sequence[Tensor], *, is_whole: bool, is_sparse: bool = False, reads_late: bool = True
+) -> list[BitSum]:
     """Return the sums of those tensors that are plain. `is_whole` reads all of each, in some more kernels.
 
-    Of a large one some blocks are read otherwise, and fewer if `is_sparse`.
+    Of a large one some blocks are read otherwise, and fewer if `is_sparse`. Without `reads_late` there are none if the
+    host would have to wait for one.
     """
+    if not reads_late and any(map(is_read_late, tensors)):
+        return []
     found: list[BitSum] = []
     for tensor in tensors:
         # First what there is most of where the host has no time to lose.

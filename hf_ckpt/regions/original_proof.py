@@ -125,11 +125,20 @@ class OriginalCall:
         """The proof of the call; None if it is not proven, or all is known."""
         return None if self._proof_ref is None else self._proof_ref()
 
+    @property
+    def has_noise(self) -> bool:
+        """See `RegionProof`."""
+        return self._region.has_noise
+
     # --- While the region runs forward. ---
 
     def check_again(self) -> None:
         """See `RegionProof`."""
         self._region.check_again()
+
+    def note_other_inputs(self, operator: str) -> None:
+        """See `RegionProof`."""
+        self._region.note_other_inputs(operator)
 
     def start_call(self, function: Function, tensors: Sequence[Any]) -> CallProof | None:
         """See `RegionProof`."""
@@ -446,12 +455,12 @@ class OriginalCall:
         if distance is not None:
             noise = explaining_noise(distance, outputs, lambda: self._run(tensors, None)[0])
             if noise is not None:
-                self._region.proof.note_noise(self._region.path, noise)
+                self._region.note_noise(noise)
                 return None
         return (
             "under the plan it returned something else than the forward that its module had before"
-            f"{by_distance(distance)}. If nothing has changed that forward since, this is a fault of hf_ckpt: please "
-            "report it."
+            f"{by_distance(distance)}. If nothing has changed that forward since, and it draws random numbers from "
+            "torch alone, this is a fault of hf_ckpt: please report it."
         )
 
     def _compare_gradients(self) -> None:
@@ -496,13 +505,13 @@ class OriginalCall:
             return None
         differ = {key: pair for key, pair in pairs.items() if not all_equal(*pair)}
         if (noise := self._noise_of(differ)) is not None:
-            self._region.proof.note_noise(self._region.path, noise)
+            self._region.note_noise(noise)
             return None
         distance = max((_distance(*pair) for pair in differ.values()), default=0.0)
         return (
             f"the plan gives {self._names(list(differ))} another gradient than the module's own forward does"
-            f"{by_distance(distance)}. If nothing has changed the module or its hooks since its forward, this is a "
-            "fault of hf_ckpt: please report it."
+            f"{by_distance(distance)}. If nothing has changed the module or its hooks since its forward, and they draw "
+            "random numbers from torch alone, this is a fault of hf_ckpt: please report it."
         )
 
     def _noise_of(self, differ: dict[Key, tuple[list[Fingerprint], list[Fingerprint]]]) -> float | None:

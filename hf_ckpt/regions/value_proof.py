@@ -49,6 +49,7 @@ from hf_ckpt.regions.fingerprints import (
     rounding_of,
     unobserved,
 )
+from hf_ckpt.regions.selective.dispatch import selection_paused
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class ValueProof:
         self._has_steps = False
         self._num_steps = 0
         self._is_open = False
-        self._has_said_noise = False
+        self._has_said_noise = self._has_said_inputs = False
         self._raised_by: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,6 +184,18 @@ class ValueProof:
         if faults := self.take_faults():
             raise PlanMismatchError("\n".join(faults))
 
+    def note_other_inputs(self, path: str, operator: str) -> None:
+        """Log, once, that a device feeds an operator something else in a recomputation."""
+        if not self._has_said_inputs:
+            self._has_said_inputs = True
+            logger.warning(
+                "%s: its recomputation feeds %s, whose output is kept, something else than its forward did. Kernels "
+                "that do not repeat themselves, and noise that torch's generators do not draw, would explain it: with "
+                "such noise the gradients of this step are wrong. %s torch.use_deterministic_algorithms(True) chooses "
+                "kernels that repeat themselves, and then this stops the step.",
+                *(path, operator, "" if self.prove == "off" else "The next step proves which it is."),
+            )
+
     def note_noise(self, path: str, distance: float) -> None:
         """Log, once, that a region's kernels are nondeterministic."""
         if not self._has_said_noise:
@@ -195,7 +208,11 @@ class ValueProof:
 
 
 class RegionProof:
-    """The proof of one region. `is_awaited` says whether a recomputation is still to be checked."""
+    """The proof of one region.
+
+    `is_awaited` says whether a recomputation is still to be checked, and `has_noise` whether kernels were seen that do
+    not repeat themselves.
+    """
 
     def __init__(self, proof: ValueProof, path: str) -> None:
         self.path = path
@@ -204,6 +221,7 @@ class RegionProof:
 
     def _start(self) -> None:
         self.is_awaited = True
+        self.has_noise = False
         self._num_forwards = 0
         self._tries = 0
         self.has_original = False
@@ -278,6 +296,17 @@ class RegionProof:
         """See `ValueProof.add_fault`."""
         self.proof.add_fault(self.path, fault)
 
+    def note_noise(self, distance: float) -> None:
+        """See `ValueProof.note_noise`."""
+        self.has_noise = True
+        self.proof.note_noise(self.path, distance)
+
+    def note_other_inputs(self, operator: str) -> None:
+        """A device fed an operator whose output is kept something else; the next call proves whether that is noise."""
+        if not self.has_noise:
+            self.proof.note_other_inputs(self.path, operator)
+            self.check_again()
+
     def check_again(self) -> None:
         """The region runs in another way from now on, which is to be checked too."""
         if self.proof.prove != "off":
@@ -316,8 +345,14 @@ class KeptValues(Protocol):
     def fault(self, *, is_fed: bool) -> str | None:
         """Return what is wrong with what its recomputation was handed, or with what it fed to operators."""
 
+    def fed_distance(self) -> tuple[float | None, float]:
+        """Return how far apart is what was fed in both runs, None if that is not known, and its unit of rounding."""
 
-_UNKNOWN_CAUSE = "A generator or state that its module does not hold, or a changed input would explain it."
+
+_UNKNOWN_CAUSE = (
+    "Random numbers that torch's own generators do not draw, state that its module does not hold, or a changed input "
+    "would explain it."
+)
 _KEPT_WRONG = (
     "Where nothing in the layer writes into it, this is a fault of hf_ckpt: please report it, and use another mode "
     "meanwhile."
@@ -414,7 +449,7 @@ class CallProof:
 
     def note_noise(self, distance: float) -> None:
         """See `ValueProof.note_noise`."""
-        self._region.proof.note_noise(self._region.path, distance)
+        self._region.note_noise(distance)
 
     # --- What runs only for the check; a simulated step counts no time for it. ---
 
@@ -435,6 +470,12 @@ class CallProof:
     def _fault_of_kept(self, *, is_fed: bool) -> str | None:
         kept = None if self._kept is None else self._kept()
         return None if kept is None else kept.fault(is_fed=is_fed)
+
+    def _rounding_of_fed(self) -> float | None:
+        """Return how far apart is what kept operators were fed, if rounding would explain it, else None."""
+        kept = None if self._kept is None else self._kept()
+        distance, rounding = (None, 0.0) if kept is None else kept.fed_distance()
+        return distance if distance is not None and distance < _NOISE * rounding else None
 
     def _run(
         self, function: Function, tensors: Sequence[Any], modules: dict[str, list[Fingerprint]]
@@ -481,7 +522,14 @@ class CallProof:
                     "its random numbers are not those of the forward: the state of the generators was not brought back."
                 )
             if (fault := self._fault_of_kept(is_fed=True)) is not None:
-                return f"{fault} {_random_cause(forward, again) or _UNKNOWN_CAUSE}"
+                cause = _random_cause(forward, again)
+                if cause is None and self._rounding_of_fed() is not None:
+                    # The outputs, being kept, are equal: those of a run that keeps nothing show the noise.
+                    noise = explaining_noise(0.0, forward.outputs, run_again)
+                    if noise is not None and noise < _NOISE * rounding_of(forward.outputs):
+                        self.note_noise(noise)
+                        return None
+                return f"{fault} {cause or _UNKNOWN_CAUSE}"
             return None
         outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         distance = largest_distance(forward.outputs, outputs)
@@ -498,9 +546,12 @@ class CallProof:
 
     def _find_fault_inside(self, forward: _Run, modules: dict[str, list[Fingerprint]]) -> str | None:
         """Compare what the modules returned that a recomputation ran before it was stopped."""
-        for is_fed in (False, True):
-            if (fault := self._fault_of_kept(is_fed=is_fed)) is not None:
-                return fault
+        if (fault := self._fault_of_kept(is_fed=False)) is not None:
+            return f"{fault} {_KEPT_WRONG}"
+        if (fault := self._fault_of_kept(is_fed=True)) is not None:
+            if (distance := self._rounding_of_fed()) is None:
+                return f"{fault} {_UNKNOWN_CAUSE}"
+            self.note_noise(distance)
         for name, found in modules.items():
             with _unobserved():
                 before = forward.modules.get(name, [])[: len(found)]
@@ -517,7 +568,8 @@ class CallProof:
         # Kept, as its forward may take a gradient inside of itself.
         with random.kept(), torch.autograd.graph.saved_tensors_hooks(*KEEP):
             random.restore()
-            with torch.enable_grad(), extra_run():
+            # A selective region keeps nothing of it, and hands nothing out.
+            with torch.enable_grad(), extra_run(), selection_paused():
                 returned = function(*tensors)
         return self.fingerprints(plain_tensors(returned), has_sketch=True)
 

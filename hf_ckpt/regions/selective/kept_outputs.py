@@ -1,7 +1,7 @@
 """The outputs that one call of a region keeps, and whether the layers of a stack keep all that was asked for.
 
 Note [Looked at whenever used]: what is kept gets a fingerprint when it is made, and another one when it is handed out,
-in every step; so does, each time, what its operator is fed. Nothing that was seen before is relied upon: kernels
+in every step; so does what its operator is fed (on a device by turns). Nothing seen before is relied upon: kernels
 launched past the dispatcher write too (Triton: Liger's rotary embedding rotates the queries in the output of their
 projection), as do operators inside of themselves (`torch.cdist`), numpy, and views that count their own writes.
 
@@ -25,7 +25,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from random import Random
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError, did_you_mean
 from hf_ckpt.regions.execution_state import RandomState
-from hf_ckpt.regions.fingerprints import BitSum, bit_sums, sums_differ
+from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, bit_sums, largest_distance, rounding_of, sums_differ
 from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.regions.selective.save_rules import (
     ATTENTION_OUTPUT,
@@ -50,8 +51,11 @@ from hf_ckpt.regions.selective.save_rules import (
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.module_state import CallState
-    from hf_ckpt.regions.value_proof import CallProof
+    from hf_ckpt.regions.value_proof import CallProof, RegionProof
 
+
+TURNS = 8
+"""On a device one of so many operators is asked what it is fed, by chance, where its region was proven as it is."""
 
 ADAPTED_LAYER = OperatorKind("an adapted layer", "", OperatorRole.PRODUCT)
 """Stands for adapted layers, as if they were operators."""
@@ -89,6 +93,8 @@ class _KeptOutput:
     """Of its tensors, as soon as they were made."""
     fed: list[BitSum]
     """Of the tensors that it was fed."""
+    fingerprints: list[Fingerprint]
+    """Of the same tensors, in a call that is proven."""
 
 
 class KeptOutputs:
@@ -105,13 +111,16 @@ class KeptOutputs:
         state: CallState,
         setting: Hashable = None,
         values: CallProof | None = None,
+        region: RegionProof | None = None,
     ) -> None:
         self._keeper = keeper
         self._coverage = coverage
         self._state = state
         self._setting = setting
         self._values = values
+        self._region = region
         self._is_whole = values is not None or not coverage.knows(setting)
+        self._turn = coverage.turns.randrange(TURNS)
         self._operators: frozenset[CallId] = frozenset()
         self._entries: dict[CallId, _KeptOutput] = {}
         self._num_needed = 0
@@ -140,15 +149,26 @@ class KeptOutputs:
             tensors = list(nested_tensors_in(detached))
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         fed = fed_tensors(kind, args)
-        shapes, sums = [tensor.shape for tensor in fed], self._sums_of_fed(kind, fed)
-        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, self._sums(tensors), sums)
+        shapes, sums = [tensor.shape for tensor in fed], self._sums(tensors)
+        reads_late = self._is_whole or len(self._entries) % TURNS == self._turn
+        sums_of_fed = self._sums_of_fed(kind, fed, reads_late=reads_late)
+        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, *sums_of_fed)
 
     def _sums(self, tensors: Sequence[Tensor]) -> list[BitSum]:
         return bit_sums(tensors, is_whole=self._is_whole)
 
-    def _sums_of_fed(self, kind: OperatorKind, fed: list[Tensor]) -> list[BitSum]:
-        # An adapted layer feeds its adapter what it is fed.
-        return [] if kind is ADAPTED_LAYER else bit_sums(fed, is_whole=self._is_whole, is_sparse=True)
+    def _sums_of_fed(
+        self, kind: OperatorKind, fed: list[Tensor], *, reads_late: bool = True
+    ) -> tuple[list[BitSum], list[Fingerprint]]:
+        """Return sums of what an operator is fed; in a proven call fingerprints too, which tell how far apart it is."""
+        if kind is ADAPTED_LAYER:
+            # It feeds its adapter what it is fed.
+            return [], []
+        # A simulated step counts the memory of both, and has no values.
+        found = [] if self._values is None else self._values.fingerprints(fed, has_sketch=True)
+        if found:
+            return [each.hash for each in found], found
+        return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), []
 
     def note_saved(self) -> None:
         """Note that autograd saves a tensor: recomputation comes at least as far as here."""
@@ -194,10 +214,13 @@ class KeptOutputs:
                 f"{list(map(list, shapes))} where the forward had {list(map(list, entry.shapes))}: the layer does not "
                 "repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
             )
-        self._look(number, linear_weight(entry.kind, args), entry.fed, self._sums_of_fed(entry.kind, fed), is_fed=True)
-        return self._pop(number)
+        weight = linear_weight(entry.kind, args)
+        if entry.fed:
+            now, fingerprints = self._sums_of_fed(entry.kind, fed)
+            self._look(_Look(number, weight, True, entry.fed, now, entry.fingerprints, fingerprints))
+        return self._pop(number, weight)
 
-    def _pop(self, number: CallId) -> Any:
+    def _pop(self, number: CallId, weight: int) -> Any:
         entry = self._entries.pop(number)
         output = entry.output
         if (keeper := self._keeper) is not None:
@@ -211,17 +234,17 @@ class KeptOutputs:
         if entry.random_state is not None:
             # What follows must draw the numbers that it drew behind this operator.
             entry.random_state.restore()
-        self._look(number, 0, entry.sums, sums, is_fed=False)
+        self._look(_Look(number, weight, False, entry.sums, sums))
         return output
 
     def _may_run_again(self, entry: _KeptOutput) -> bool:
         """Whether it is known at once that an output was written to, by nothing that the first step looks for."""
         return self._values is None and self._keeper is None and not any(isinstance(s, Tensor) for s in entry.sums)
 
-    def _look(self, number: CallId, weight: int, before: list[BitSum], now: list[BitSum], *, is_fed: bool) -> None:
+    def _look(self, look: _Look) -> None:
         # What is known to be equal needs no second look.
-        if any(isinstance(each, Tensor) for each in now) or before != now:
-            self._looked_at.append(_Look(number, weight, is_fed, before, now))
+        if look.is_late or look.before != look.now:
+            self._looked_at.append(look)
 
     def is_kept(self, number: CallId) -> bool:
         """Whether what an adapted layer returned is there, or is not needed by what backward needs."""
@@ -271,10 +294,22 @@ class KeptOutputs:
             "since."
         )
 
-    def _refuse(self, looked_at: list[_Look]) -> NoReturn:
+    def fed_distance(self) -> tuple[float | None, float]:
+        """See `KeptValues`."""
+        pairs = [(look.fingerprints_before, look.fingerprints_now) for look in self._looked_at if look.is_fed]
+        before, now = ([each for pair in pairs for each in pair[at]] for at in (0, 1))
+        return largest_distance(before, now), rounding_of(before)
+
+    def _refuse(self, looked_at: list[_Look]) -> None:
+        found = [look for look in looked_at if look.differs()]
         name = self._first(looked_at)
         where = f"{self._state.path or 'A layer'} is recomputed in backward, but"
-        if not any(look.differs() for look in looked_at if not look.is_fed):
+        if all(look.is_fed for look in found):
+            # Kernels of a device need not repeat themselves; those of a CPU do, but for a few.
+            region = None if torch.are_deterministic_algorithms_enabled() else self._region
+            if region is not None and (region.has_noise or all(look.is_late for look in found)):
+                region.note_other_inputs(name)
+                return
             raise UnsupportedError(
                 f"{where} {name}, whose output is kept, is fed something else there than in the forward, so that its "
                 "gradients would be wrong. Random numbers that torch's generators do not draw, a counter or a changed "
@@ -291,12 +326,11 @@ class KeptOutputs:
         look = next(each for each in looked_at if each.differs())
         (operator, place), module = look.number, self._state.module
         inside = () if module is None else module.named_parameters()
-        weight = next((each.weight for each in looked_at if each.weight and each.number == look.number), 0)
-        owner = next((name for name, each in inside if weight and each.data_ptr() == weight), "")
+        owner = next((name for name, each in inside if look.weight and each.data_ptr() == look.weight), "")
         return f"{operator} number {place + 1}" + f" ({owner.rpartition('.')[0]})" * bool(owner)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Look:
     """A comparison of what an operator was fed, or returned, in forward and in recomputation."""
 
@@ -306,6 +340,13 @@ class _Look:
     is_fed: bool
     before: list[BitSum]
     now: list[BitSum]
+    fingerprints_before: Sequence[Fingerprint] = ()
+    fingerprints_now: Sequence[Fingerprint] = ()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a device has the answer."""
+        return any(isinstance(each, Tensor) for each in self.now)
 
     def differs(self) -> bool:
         return bool(sums_differ(self.before, self.now))
@@ -352,6 +393,8 @@ class SaveCoverage:
         self.copied_calls: set[CallId] = set()
         # Hashes of settings, and of settings with operators, that were recomputed.
         self._known: set[int] = set()
+        # Its own, so that those of the user stay as they are.
+        self.turns = Random(0)
         # Whether something occurred that only a dispatch mode is given.
         self.needs_dispatch_mode = False
         self.has_recomputed_with_kernels = False

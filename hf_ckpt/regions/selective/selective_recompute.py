@@ -151,7 +151,7 @@ def _recompute_eagerly(
     setting = None if found is None else (uses_kernels, found, *((each.shape, each.dtype) for each in tensors))
 
     def run(call_proof: CallProof | None) -> Any:
-        kept = KeptOutputs(keeper, coverage, call.state, setting, call_proof)
+        kept = KeptOutputs(keeper, coverage, call.state, setting, call_proof, values)
         contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
         return run_checkpointed(call_proof, call, call.run, tensors, context_fn=contexts)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
-from hf_ckpt.regions import fingerprints
+from hf_ckpt.regions import fingerprints, value_proof
+from hf_ckpt.regions.selective import kept_outputs
 from tests import exactness
 from tests.plain_models import WIDTH, Block, Decoder
 
@@ -48,14 +49,18 @@ class Doing(Block):
 
 
 def gradients(
-    policy: str | None, length: Callable[[int], int] = lambda step: 3, begins: int = LATE, **doing: Any
+    policy: str | None,
+    length: Callable[[int], int] = lambda step: 3,
+    begins: int = LATE,
+    num_steps: int = STEPS,
+    **doing: Any,
 ) -> list[list[Tensor]]:
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     model = Decoder([Doing(**{"write": None, "change": None} | doing) for _ in range(2)]).train()
     if policy is not None:
         hf_ckpt.apply(model, policy)
     found = []
-    for step in range(STEPS):
+    for step in range(num_steps):
         SWITCH["is_on"] = step >= begins
         model.zero_grad()
         model(torch.ones(2, length(step), WIDTH).cumsum(1)).pow(2).sum().backward()
@@ -181,17 +186,34 @@ def by_counter(fed: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006
     return fed + len(calls)
 
 
+FED = r"blocks\.1 is .*number 1 \(mlp\.up\), whose output is kept, is fed"
 NOISE = [by_numpy_noise, by_python_noise, by_own_generator, by_numpy_order, by_counter]
 
 
 @pytest.mark.parametrize("is_read_late", [False, True])
 @pytest.mark.parametrize("change", NOISE)
 def test_noise_in_front_of_a_kept_product_that_begins_late_is_found(
-    change: Callable[[Tensor], Tensor], is_read_late: bool, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Tensor], Tensor],
+    is_read_late: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: is_read_late)
-    with pytest.raises(UnsupportedError, match=r"blocks\.1 is .*number 1 \(mlp\.up\), whose output is kept, is fed"):
+    monkeypatch.setattr(kept_outputs, "TURNS", 1)
+    if not is_read_late:
+        with pytest.raises(UnsupportedError, match=FED):
+            gradients("selective", change=change)
+        return
+    with pytest.raises(PlanMismatchError, match=r"feeds aten\.addmm\.default number 1 \(mlp\.up\) something else"):
         gradients("selective", change=change)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "number 1 (mlp.up), whose output is kept, something else" in caplog.text
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(UnsupportedError, match=FED):
+            gradients("selective", change=change)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("change", NOISE)
@@ -200,6 +222,74 @@ def test_noise_in_front_of_a_kept_product_is_found_in_the_first_step(
 ) -> None:
     with pytest.raises(PlanMismatchError, match=r"feeds aten\.addmm\.default number 1 \(mlp\.up\) something else"):
         gradients("selective", change=change, begins=0)
+
+
+def test_operators_take_turns_in_being_asked_by_a_device_what_they_are_fed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: True)
+    with pytest.raises(PlanMismatchError, match=r"\(mlp\.up\) something else"):
+        gradients("selective", change=by_numpy_noise, num_steps=8 * kept_outputs.TURNS)
+    assert "WARNING" in [record.levelname for record in caplog.records]
+
+
+# --- Kernels that do not repeat themselves. ---
+
+GENERATOR = torch.Generator()
+
+
+def by_rounding(fed: Tensor) -> Tensor:
+    """As of kernels that add in any order."""
+    return fed + fed.detach() * 2**-23 * torch.randint(-1, 2, fed.shape, generator=GENERATOR)
+
+
+def by_rounding_of_a_row(fed: Tensor) -> Tensor:
+    return torch.cat([by_rounding(fed[:, :1]), fed[:, 1:]], 1)
+
+
+def by_rounding_of_a_scale(fed: Tensor) -> Tensor:
+    return fed + fed.detach() * 2**-23 * torch.randint(1, 8, (), generator=GENERATOR)
+
+
+ROUNDING = [by_rounding, by_rounding_of_a_row, by_rounding_of_a_scale]
+
+
+@pytest.mark.parametrize(("begins", "is_read_late", "is_gathered"), [(0, 0, 0), (0, 1, 0), (0, 1, 1), (LATE, 1, 0)])
+@pytest.mark.parametrize("change", ROUNDING)
+def test_kernels_that_do_not_repeat_themselves_train(
+    change: Callable[[Tensor], Tensor],
+    begins: int,
+    is_read_late: bool,
+    is_gathered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: bool(is_read_late))
+    monkeypatch.setattr(kept_outputs, "TURNS", 1)
+    if is_gathered:
+        # Under ZeRO-3 a recomputation cannot run to its end, nor another one follow.
+        monkeypatch.setattr(
+            value_proof.CallProof, "runs_to_end", property(lambda _: False, lambda *_: None), raising=False
+        )
+    GENERATOR.manual_seed(2)
+    caplog.set_level("INFO", "hf_ckpt")
+    gradients("selective", lambda step: 5, begins, change=change)
+    # Whoever has been proven to have noise is not warned of.
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["WARNING", "INFO"] if begins else levels[-1:] == ["INFO"]
+
+
+@pytest.mark.parametrize("change", ROUNDING)
+def test_a_recomputation_that_alone_rounds_otherwise_is_a_fault(change: Callable[[Tensor], Tensor]) -> None:
+    def only_once(fed: Tensor) -> Tensor:
+        # After two forwards and the original.
+        calls.append(1)
+        return change(fed) if len(calls) == 4 else fed
+
+    calls: list[int] = []
+    GENERATOR.manual_seed(2)
+    with pytest.raises(PlanMismatchError, match="something else than its forward did"):
+        gradients("selective", lambda step: 5, begins=0, change=only_once)
 
 
 # --- Adapters that come and go. ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ckpt
 from hf_ckpt.errors import PolicyError
+from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.structure.layers import find_layers
 from tests import exactness, plain_models, zoo
 from tests.regions.selective.selective_layers import plain, step_of_plain
@@ -202,3 +204,58 @@ def test_a_plan_that_is_removed_leaves_nothing_that_fails(block: type[nn.Module]
     hold(block, "full")
     case = plain(block)
     assert exactness.differences(step_of_plain(plain(block)), step_of_plain(case)) == []
+
+
+def _calls(first: Tensor) -> Iterator[Tensor]:
+    yield from (first + 0.1, first * 3, first + True, 1 - first, first - 0.1, first / 3, first == 1)
+    if first.dtype is not torch.float16:
+        yield first * (1 + 2j)
+    if not first.is_complex():
+        yield from (torch.fmod(first, 0.3), torch.remainder(first, 0.3), torch.copysign(first, -1))
+        yield from (torch.xlogy(first.abs() + 1, 0.7), torch.where(first > 0, first, 0.1))
+    # The numbers that autograd saves are such as torch passes for a number.
+    yield first + (torch.ones((), requires_grad=True) * 0.1).grad_fn._saved_other  # type: ignore[union-attr]  # of `mul`
+
+
+class Numbers(plain_models.Block):
+    """Computes with numbers and a tensor that is no part of its graph; `then` gets the results."""
+
+    def __init__(self, first: Tensor, then: Callable[[list[Tensor]], None]) -> None:
+        super().__init__()
+        self.first, self.then = first, then
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        found = list(_calls(self.first))
+        self.then(found)
+        return super().forward(hidden, mask) * found[1].abs().float().mean() + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (7,)])
+def test_a_layer_computes_with_a_number_what_torch_computes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    first = (10 * torch.randn(shape)).to(dtype)
+    expected, runs = list(_calls(first)), []
+
+    def hold(found: list[Tensor]) -> None:
+        assert [each.dtype for each in found] == [each.dtype for each in expected]
+        assert all(map(torch.equal, found, expected))
+        runs.append(torch._C._current_graph_task_id() != -1)
+
+    def others() -> None:
+        """What no plan is for: calls outside of layers, and another model."""
+        hold(list(_calls(first)))
+        assert exactness.differences(plainly, step_of_plain(other)) == []
+
+    case, other = (plain(lambda: Numbers(first, hold)) for _ in range(2))
+    plainly = step_of_plain(other)
+    for names in (["add", "mul", "sub"], ["div", "eq", "addmm"]):
+        with hf_ckpt.apply(case.model, "selective", save=[f"aten.{name}" for name in names], prove="off"):
+            for _ in range(STEPS):
+                assert exactness.differences(plainly, step_of_plain(case)) == []
+                others()
+        others()
+    assert exactness.differences(plainly, step_of_plain(case)) == []
+    assert True in runs
+    assert dispatch.ACTIVE.run is None
+    assert not dispatch.ACTIVE.interception.is_on
