@@ -1,10 +1,11 @@
-"""What looking at kept values costs `selective`: the host in later steps, and the device in a predicted step.
+"""What looking in every step at what is kept and held costs: the host in later steps, the device in a predicted step.
 
-The host: the layer of a 7B with tiny tensors (`host_time`), in this tree and in another one of the same repository, in
-two processes that take turns. `on_device`: as on a device, whose answers are read late.
+The host: the layer of a 7B with tiny tensors (`host_time`) under each mode, in this tree and in another one of the same
+repository, in two processes that take turns. `on_device`: as on a device, whose answers are read late.
 The device: a step of Llama 2 7B with LoRA at 8,192 tokens, simulated as it is and without the sums of bits.
 
     python benchmarks/kept_values.py --before ../worktree_of_another_commit
+    python benchmarks/kept_values.py --before ../worktree_of_another_commit --only full_lora --only tiles_lora
 """
 
 from __future__ import annotations
@@ -42,7 +43,21 @@ _STEPS = 20
 """Of one turn."""
 _DEVICES = ("a100-80gb", "h100-80gb", "rtx4090")
 _CASE = "llama2_7b_lora_8192"
-_WAYS = tuple((name, is_late) for name in ADAPTERS for is_late in (False, True))
+_MODES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "ffn": {"policy": "ffn"},
+    "selective": {"policy": "selective"},
+    "selective_attention": {"policy": "selective_attention"},
+    "segments": {"policy": "full", "segment_size": 2},
+    "tiles": {"policy": "full", "tiles": 2},
+}
+_WAYS = {
+    f"{mode}_{name}" + "_on_device" * is_late: (mode, name, is_late)
+    for mode in _MODES
+    for name in ADAPTERS
+    for is_late in (False, True)
+    if mode == "selective" or not is_late
+}
 
 
 # Functions, as a mock would hold what it is called with.
@@ -54,12 +69,13 @@ def _no_sums(tensors: Sequence[torch.Tensor], **options: bool) -> list[Any]:
     return []
 
 
-def child(name: str, is_late: bool) -> None:
+def child(way: str) -> None:
     """Run a turn of steps for each line of the input, and print the host's microseconds per layer."""
+    mode, name, is_late = _WAYS[way]
     torch.set_num_threads(1)
     tokens = torch.arange(NUM_TOKENS)[None]
     model = build(ADAPTERS[name], "cpu", NUM_LAYERS)
-    hf_ckpt.apply(model, "selective")
+    hf_ckpt.apply(model, **_MODES[mode])
     with mock.patch.object(fingerprints, "is_read_late", _always) if is_late else nullcontext():
         for _ in range(_NUM_WARMUP):
             _step(model, tokens)
@@ -79,9 +95,9 @@ def _step(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 class _Turns:
     """A process that runs `child` on one tree."""
 
-    def __init__(self, tree: Path, name: str, is_late: bool) -> None:
+    def __init__(self, tree: Path, way: str) -> None:
         environment = {**os.environ, "KEPT_VALUES_TREE": str(tree), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--child", name, *["--late"] * is_late]
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", way]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tree
         )
@@ -107,9 +123,9 @@ class _Turns:
         self._process.wait()
 
 
-def host(before: Path, name: str, is_late: bool, num_rounds: int) -> dict[str, Any]:
+def host(before: Path, way: str, num_rounds: int) -> dict[str, Any]:
     """Return the host's microseconds per layer and step in both trees, and the ratio of neighbouring turns."""
-    trees = [_Turns(tree, name, is_late) for tree in (before.resolve(), Path(__file__).resolve().parents[1])]
+    trees = [_Turns(tree, way) for tree in (before.resolve(), Path(__file__).resolve().parents[1])]
     found: list[list[float]] = [[], []]
     for number in range(num_rounds):
         for at in (0, 1) if number % 2 else (1, 0):
@@ -145,25 +161,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add what this suite is asked."""
     parser.add_argument("--before", type=Path, help="another tree of this repository")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--child", choices=list(ADAPTERS), help="be one of the two processes")
-    parser.add_argument("--late", action="store_true", help="with --child: as on a device")
+    parser.add_argument("--only", choices=list(_WAYS), action="append", help="of the host's times")
+    parser.add_argument("--child", choices=list(_WAYS), help="be one of the two processes")
     add_out(parser, what=None)
 
 
 def run(options: Namespace) -> None:
     """Measure and write one JSON."""
     if options.child:
-        child(options.child, options.late)
+        child(options.child)
         return
     result: dict[str, Any] = {"case": _CASE, "predicted": {device: predicted(device) for device in _DEVICES}}
     for device, found in result["predicted"].items():
         print(f"{device}: {100 * found['share_of_step']:.2f} % of a step, {found['more_peak_bytes']} bytes of its peak")
     if options.before is not None:
         result |= {"num_layers": NUM_LAYERS, "num_tokens": NUM_TOKENS, "num_rounds": options.rounds, "host": {}}
-        for name, is_late in _WAYS:
-            key = name + "_on_device" * is_late
-            found = result["host"][key] = host(options.before, name, is_late, options.rounds)
-            print(f"{key}: {found['after_over_before']['median']:.3f} of before")
+        for way in options.only or _WAYS:
+            found = result["host"][way] = host(options.before, way, options.rounds)
+            print(f"{way}: {found['after_over_before']['median']:.3f} of before", flush=True)
     write_result(options.out or RESULTS / "kept_values_cpu.json", result)
 
 
