@@ -197,10 +197,10 @@ def exchange_hooks(case: zoo.Case) -> Tensor:
 
 def take_hooks_on_all_modules_away(case: zoo.Case) -> Tensor:
     def scaled(module: nn.Module, args: Any, output: Any) -> Any:
-        return 1.5 * output if isinstance(module, nn.SiLU) else None
+        return 1.5 * output if "SiLU" in type(module).__name__ else None
 
     def shifted(module: nn.Module, args: Any) -> Any:
-        return (args[0] + 0.1,) if isinstance(module, nn.SiLU) else None
+        return (args[0] + 0.1,) if "SiLU" in type(module).__name__ else None
 
     placed = nn.modules.module
     hooks = [placed.register_module_forward_hook(scaled), placed.register_module_forward_pre_hook(shifted)]
