@@ -66,6 +66,7 @@ def set_on_stack(
     else:
         for make in chain.from_iterable(settings.values()):
             make()
+        patch.watch_above(model)
     in_segments = [idx for idx, entry in enumerate(plan.layers) if entry.segment is not None]
     if in_segments:
         patch.segment_hooks = SegmentHooks(stack_settings.runner, in_segments)

@@ -41,6 +41,8 @@ FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
 FORWARD = "forward"
 
+_ENGINES = frozenset({"torch", "accelerate", "deepspeed"})
+
 Region = Callable[..., Any]
 """Runs a function so that its activations are handled: `region(function, *args)`."""
 
@@ -88,6 +90,18 @@ class Change:
             self.module.__dict__.pop(self.name, None)
         else:
             setattr(self.module, self.name, self.found)
+
+
+def _modules_above(model: nn.Module, path: str) -> dict[nn.Module, str]:
+    """Return the modules on the way to a path, with theirs; without those of engines and torch's containers."""
+    found, module, names = {model: ""}, model, path.split(".")
+    for depth, name in enumerate(names[:-1], 1):
+        child = module._modules.get(name)
+        if child is None:
+            break
+        module = child
+        found[module] = ".".join(names[:depth])
+    return {module: path for module, path in found.items() if type(module).__module__.partition(".")[0] not in _ENGINES}
 
 
 class StackPatch:
@@ -148,6 +162,12 @@ class StackPatch:
         self.set(path, module, STATE, ModuleState(path, self.pending_errors))
         # Tools that look at the signature see the original's.
         self.set(path, module, FORWARD, update_wrapper(forward, found or module.forward))
+
+    def watch_above(self, model: nn.Module) -> None:
+        """Let regions bring back what the modules that contain them hold: a layer may count there as well."""
+        for change in self._changes:
+            if isinstance(change.ours, ModuleState):
+                change.ours.above = _modules_above(model, change.path)
 
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the patch is removed, by whomever."""

@@ -70,6 +70,13 @@ _OF_PEFT = frozenset(
     "ephemeral_gpu_offload cast_input_dtype_enabled".split()
 )
 """Of peft's layers (0.21), of which there are many. They stay as they are."""
+_OF_TRANSFORMERS = frozenset(
+    "training name_or_path kernel_config loss_type vocab_size padding_idx "
+    "_tp_plan _ep_plan _pp_plan _fsdp_plan all_tied_weights_keys _keep_in_fp32_modules _keep_in_fp32_modules_strict "
+    "_no_split_modules _skip_keys_device_placement _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_load_missing "
+    "_keys_to_ignore_on_save".split()
+)
+"""Of transformers' models (5.23): sizes, and what is for loading and sharding."""
 # This package's own, and what DeepSpeed counts on modules (0.19).
 _OTHERS_PREFIXES = ("_hf_ckpt", "ds_", "applied_pre_backward")
 
@@ -84,11 +91,12 @@ _MISSING = _Sign.MISSING
 
 
 class HeldState:
-    """What the modules below a region hold, read again and again."""
+    """What the modules below a region hold, or those above it (`is_above`), read again and again."""
 
-    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
+    def __init__(self, modules: Mapping[nn.Module, str], *, is_above: bool = False) -> None:
         self._modules = modules
-        self._places = _Places(modules)
+        self._is_above = is_above
+        self._places = _Places(modules, is_above=is_above)
         self._shape: _Shape | None = None
         self._written: dict[int, weakref.ref[Tensor]] = {}
         self._num_forwards = 0
@@ -105,7 +113,7 @@ class HeldState:
     def look(self) -> _Shape:
         """Return which objects there are now."""
         if not self._places.are_current():
-            self._places = _Places(self._modules)
+            self._places = _Places(self._modules, is_above=self._is_above)
         values = self._places.read()
         if self._shape is None or self._shape.places is not self._places or not self._shape.fits(values):
             self._shape = _Shape(self._places, values)
@@ -237,12 +245,14 @@ class Held:
 class _Places:
     """The dictionaries that attributes and buffers of modules are in."""
 
-    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
+    def __init__(self, modules: Mapping[nn.Module, str], *, is_above: bool) -> None:
+        self.is_above = is_above
         used = [(path, module) for module, path in modules.items() if type(module) not in _HOLDERS]
         found = [(path, vars(module), is_managed(module)) for path, module in used]
         of_peft = {id(vars(module)) for _, module in used if type(module).__module__.startswith("peft.")}
         # Layers read switches of the model's config when they run, as the implementation of attention.
-        configs = {id(config): config for _, owner, _ in found if _is_config(config := owner.get("config"))}
+        owners = [] if is_above else [owner for _, owner, _ in found]
+        configs = {id(config): config for owner in owners if _is_config(config := owner.get("config"))}
         found += [("config", vars(config), False) for config in configs.values()]
         found += [(path, module._buffers, False) for module, path in modules.items() if module._buffers]
         self._all = [owner for _, owner, _ in found]
@@ -254,7 +264,7 @@ class _Places:
         self.paths: list[str] = []
         self._readers: list[tuple[itemgetter[Any], dict[str, Any]]] = []
         for path, owner, is_of_engine in found:
-            left_out = _OF_PEFT if id(owner) in of_peft else ()
+            left_out = _OF_TRANSFORMERS if is_above else _OF_PEFT if id(owner) in of_peft else frozenset()
             tracked = [name for name in owner if _is_tracked(name, owner, is_of_engine)]
             names = [name for name in tracked if name not in left_out]
             if names:
@@ -388,7 +398,8 @@ class _Leaf:
 
     def __init__(self, value: Any, name: str, places: _Places) -> None:
         self.name = name
-        self.is_buffer = id(value) in places.buffers
+        # What the whole model keeps may well be written to between forward and backward.
+        self.is_buffer = places.is_above or id(value) in places.buffers
         is_large = isinstance(value, Tensor) and value.nbytes > SMALL_BYTES
         self.is_large = is_large and id(value) not in places.always_copied
         self.ref: Callable[[], Any] = weakref.ref(value) if isinstance(value, Tensor) else partial(_same, value)

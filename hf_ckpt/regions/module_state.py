@@ -12,11 +12,12 @@ values of some trainable weights. Those values reveal optimizers that write past
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -39,6 +40,14 @@ _FLAGS = frozenset({"training", "_active_adapter", "_disable_adapters", "scaling
 _MERGED = "merged_adapters"
 _MAIN_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS = (*_MAIN_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+# Those of all modules, under the names that a module's have (torch 2.13).
+_GLOBAL_HOOKS = SimpleNamespace(
+    _forward_hooks=nn.modules.module._global_forward_hooks,
+    _forward_pre_hooks=nn.modules.module._global_forward_pre_hooks,
+    _forward_hooks_with_kwargs=nn.modules.module._global_forward_hooks_with_kwargs,
+    _forward_hooks_always_called=nn.modules.module._global_forward_hooks_always_called,
+    _forward_pre_hooks_with_kwargs={},
+)
 _MAX_NAMES = 4
 _NUM_SAMPLED = 9
 """As many weights as a layer of Llama has, so that a full fine-tune samples all of them."""
@@ -53,6 +62,7 @@ class ModuleState:
 
     `path` is that of the module, for messages; `errors` are those of the plan; `num_steps` counts the steps of the
     optimizer, if somebody sets it; `takes_gradients` says whether a forward has taken a gradient inside of itself.
+    `above` are the modules that contain it, with their paths, if somebody sets them.
     """
 
     def __init__(self, path: str, errors: PendingErrors) -> None:
@@ -60,6 +70,7 @@ class ModuleState:
         self.errors = errors
         self.num_steps = 0
         self.takes_gradients = False
+        self.above: Mapping[nn.Module, str] = {}
         self._shards: Sequence[Values] = ()
         self._layout: _Layout | None = None
         self._fingerprints: dict[int, tuple[tuple[int, int], Fingerprint | None]] = {}
@@ -82,7 +93,7 @@ class ModuleState:
     def layout(self, root: nn.Module) -> _Layout:
         """Return where the state below `root`, the module, is read."""
         if self._layout is None or not self._layout.is_current(root):
-            self._layout = _Layout(root, self._shards)
+            self._layout = _Layout(root, self._shards, self.above)
             self._fingerprints.clear()
         return self._layout
 
@@ -228,30 +239,37 @@ class CallState:
         try:
             if self._note is None:
                 layout = state.layout(self._module)
-                before, held = layout.identities(), layout.held.note()
+                before, held, above = layout.identities(), layout.held.note(), layout.above.note()
                 yield
                 layout.held.end_forward(held)
-                self._note = _Note(state, layout, before, held)
+                layout.above.end_forward(above)
+                self._note = _Note(state, layout, before, held, above)
             else:
                 with self._note.restored(state), gradient_hooks_put_back(self._note.weights()):
                     yield
         finally:
             state.leave(me)
 
-    def unwritten(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
         """Refuse what the block writes for later: each slice would."""
         if self._state is None:
-            return nullcontext()
-        return self._state.layout(self._module).held.unchanged(partial(_refuse_slices, self._state))
+            yield
+            return
+        layout, refuse = self._state.layout(self._module), partial(_refuse_slices, self._state)
+        with layout.above.unchanged(refuse), layout.held.unchanged(refuse):
+            yield
 
 
 class _Layout:
     """The modules below a region, and where in them tensors and attributes are."""
 
-    def __init__(self, root: nn.Module, shards: Sequence[Values]) -> None:
+    def __init__(self, root: nn.Module, shards: Sequence[Values], above: Mapping[nn.Module, str]) -> None:
         self.modules = list(root.modules())
         self.held = HeldState({module: path for path, module in root.named_modules()})
-        self._lists = [module._modules for module in self.modules if module._modules]
+        self.above = HeldState(above, is_above=True)
+        # Those without children too: a parametrization gives a linear layer its first one.
+        self._lists = [module._modules for module in self.modules]
         self._children = self._children_now()
         self.is_sharded = is_managed(root)
         self.shards = list(shards)
@@ -261,7 +279,8 @@ class _Layout:
         self._trainable: tuple[list[bool], list[int]] = [], []
         self._find_tensors(root)
         # Hooks may change what a forward computes; engines and users place and remove them.
-        self._hooks = list(chain.from_iterable(map(attrgetter(*_MAIN_HOOKS), self.modules)))
+        self.hooked = [*self.modules, _GLOBAL_HOOKS]
+        self._hooks = list(chain.from_iterable(map(attrgetter(*_MAIN_HOOKS), self.hooked)))
         self._copied_hooks: tuple[list[int], _Hooks] = [], {}
 
     def _find_tensors(self, root: nn.Module) -> None:
@@ -331,7 +350,7 @@ class _Layout:
         """Return the numbers of the hooks, and a copy of them; copied again only if one has come or gone."""
         now = self.hooks_now()
         if now != self._copied_hooks[0]:
-            found = enumerate(map(attrgetter(*_HOOKS), self.modules))
+            found = enumerate(map(attrgetter(*_HOOKS), self.hooked))
             self._copied_hooks = now, {at: _copied_hooks(hooks) for at, hooks in found if any(hooks)}
         return self._copied_hooks
 
@@ -340,6 +359,7 @@ class _Note:
     """The state when the forward of a call ended; `before` are the `identities` when it began."""
 
     __slots__ = (
+        "_above",
         "_fingerprints",
         "_held",
         "_hook_numbers",
@@ -359,13 +379,14 @@ class _Note:
         layout: _Layout,
         before: tuple[list[int], list[int]],
         held: Held,
+        above: Held,
     ) -> None:
         tensors = layout.tensors()
         self._layout = layout
         self._ids: list[int | None] = list(map(id, tensors))
         self._versions = versions_of(tensors)
         self._requires_grad = _all_require_grad(tensors)
-        self._held = held
+        self._held, self._above = held, above
         self._hook_numbers, self._hooks = layout.hooks_copied()
         if before != (self._ids, self._versions):
             # What the region writes itself changes in each of its runs, and cannot be compared.
@@ -418,6 +439,9 @@ class _Note:
             if not is_shared and (changes or found.has_copies or not is_same):
                 entered.enter_context(state.set_for_this_thread(changes))
             entered.enter_context(held.as_in_forward(found, now, _refusing(state), is_shared=is_shared))
+            if not state.runs_elsewhere():
+                above = self._layout.above
+                entered.enter_context(above.as_in_forward(self._above, above.look(), _refusing(state), is_shared=False))
             yield
 
     def weights(self) -> list[Any]:
@@ -490,7 +514,7 @@ class _Note:
         for position in sorted({*found, *self._hooks}):
             was, now = self._hooks.get(position, none), found.get(position, none)
             if _others(was) != _others(now):
-                changes.append(partial(_set_hooks, self._layout.modules[position], was))
+                changes.append(partial(_set_hooks, self._layout.hooked[position], was))
         return changes
 
     def _check_names(self, state: ModuleState, names: set[str]) -> None:
@@ -525,7 +549,7 @@ def _set_requires_grad(tensor: Tensor, value: bool) -> Callable[[], None]:
     return partial(setattr, tensor, "requires_grad", found)
 
 
-def _set_hooks(module: nn.Module, was: Sequence[dict[int, Any]]) -> Callable[[], None]:
+def _set_hooks(module: Any, was: Sequence[dict[int, Any]]) -> Callable[[], None]:
     """Set the forward hooks of a module, except for this package's own, and return a function that undoes it."""
     hooks: list[dict[int, Any]] = list(attrgetter(*_HOOKS)(module))
     found = list(map(dict, hooks))

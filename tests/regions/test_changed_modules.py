@@ -195,12 +195,28 @@ def exchange_hooks(case: zoo.Case) -> Tensor:
     return loss
 
 
+def take_hooks_on_all_modules_away(case: zoo.Case) -> Tensor:
+    def scaled(module: nn.Module, args: Any, output: Any) -> Any:
+        return 1.5 * output if "SiLU" in type(module).__name__ else None
+
+    def shifted(module: nn.Module, args: Any) -> Any:
+        return (args[0] + 0.1,) if "SiLU" in type(module).__name__ else None
+
+    placed = nn.modules.module
+    hooks = [placed.register_module_forward_hook(scaled), placed.register_module_forward_pre_hook(shifted)]
+    loss = loss_of(case)
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    return loss
+
+
 @every_way
 @pytest.mark.parametrize(
     "flow",
     [
         *(switch_adapters, scale_adapters, disable_adapters, switch_to_eval, freeze_some),
-        *(take_hooks_away, place_hooks_late, exchange_hooks),
+        *(take_hooks_away, place_hooks_late, exchange_hooks, take_hooks_on_all_modules_away),
     ],
 )
 @pytest.mark.sweep(keep=8)

@@ -398,6 +398,39 @@ def one_by_one_of_one_length(model: Any) -> list[Any]:
     return found
 
 
+def normalised_later(model: Any) -> list[Any]:
+    model(inputs(0)).backward()
+    for layer in model.layers:
+        # A linear layer gets its first child, which counts in buffers of its own.
+        nn.utils.parametrizations.spectral_norm(layer.mlp)
+    return one_by_one(model)
+
+
+@pytest.mark.parametrize("plan", ["full", "nested", "selective"])
+def test_parametrization_that_comes_later_writes_once(plan: str) -> None:
+    hold(lambda: Model(lambda _: None, lambda *_: 1.0), plan, normalised_later)
+
+
+ABOVE: dict[str, Callable[[Any, Tensor], None]] = {
+    "number": lambda model, _: setattr(model, "calls", model.calls + 1),
+    "buffer": lambda model, hidden: model.table.add_(mean_of(hidden)),
+    "attribute": lambda model, hidden: setattr(model, "seen", model.seen + mean_of(hidden)),
+    "container": lambda model, hidden: model.kept.append(float(hidden.detach().mean())),
+}
+
+
+@pytest.mark.parametrize("plan", ["full", "nested"])
+@pytest.mark.parametrize("way", ABOVE)
+def test_what_a_layer_writes_on_the_model_is_what_its_forwards_left(way: str, plan: str) -> None:
+    def make() -> Any:
+        model: Any = Model(lambda _: None, lambda _, hidden: (ABOVE[way](model, hidden), 1.0)[1])
+        model.calls, model.seen, model.kept = 0, torch.zeros(WIDTH), []
+        model.register_buffer("table", torch.zeros(WIDTH))
+        return model
+
+    hold(make, plan)
+
+
 def test_what_is_reached_past_the_module_is_refused() -> None:
     kept = torch.zeros(WIDTH)
     model = Model(lambda layer: setattr(layer, "seen", kept), lambda layer, hidden: kept.add_(1).sum() * 0 + 1)
