@@ -59,7 +59,7 @@ _unobserved = partial(unobserved, _disable_current_modes)
 _TRIES = 3
 """Forwards without a backward after which a region is checked less often: in one of each step, and without steps in the
 4th, 8th, 16th ... forward."""
-_NOISE = 8.0
+NOISE = 8.0
 """Units of rounding, relative to the norm, by which results of nondeterministic kernels may differ."""
 MOST_RUNS = 8
 """That measure the noise of nondeterministic kernels. With the recomputation they are nine: a result that one run in
@@ -475,7 +475,7 @@ class CallProof:
         """Return how far apart is what kept operators were fed, if rounding would explain it, else None."""
         kept = None if self._kept is None else self._kept()
         distance, rounding = (None, 0.0) if kept is None else kept.fed_distance()
-        return distance if distance is not None and distance < _NOISE * rounding else None
+        return distance if distance is not None and distance < NOISE * rounding else None
 
     def _run(
         self, function: Function, tensors: Sequence[Any], modules: dict[str, list[Fingerprint]]
@@ -526,7 +526,7 @@ class CallProof:
                 if cause is None and self._rounding_of_fed() is not None:
                     # The outputs, being kept, are equal: those of a run that keeps nothing show the noise.
                     noise = explaining_noise(0.0, forward.outputs, run_again)
-                    if noise is not None and noise < _NOISE * rounding_of(forward.outputs):
+                    if noise is not None and noise < NOISE * rounding_of(forward.outputs):
                         self.note_noise(noise)
                         return None
                 return f"{fault} {cause or _UNKNOWN_CAUSE}"
@@ -534,7 +534,7 @@ class CallProof:
         outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         distance = largest_distance(forward.outputs, outputs)
         cause = _random_cause(forward, again)
-        if cause is None and distance is not None and distance < _NOISE * rounding_of(forward.outputs):
+        if cause is None and distance is not None and distance < NOISE * rounding_of(forward.outputs):
             noise = explaining_noise(distance, outputs, run_again)
             if noise is not None:
                 self.note_noise(noise)
@@ -558,7 +558,7 @@ class CallProof:
                 if all_equal(before, found):
                     continue
                 distance = largest_distance(before, found)
-            if distance is None or not distance < _NOISE * rounding_of(found):
+            if distance is None or not distance < NOISE * rounding_of(found):
                 return f"in its recomputation {name} returns something else than in its forward{by_distance(distance)}."
             # A second recomputation would show more, but would gather weights in this process alone.
             self.note_noise(distance)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -141,6 +143,8 @@ def named_block(name: str) -> type[nn.Module]:
 @pytest.mark.parametrize("name", ["past_key_values", "layer_past", "cache"])
 def test_argument_that_is_named_like_a_cache_reaches_recomputed_layers(name: str, make: Callable[[], Any]) -> None:
     # transformers' seam goes by the name, and takes it out.
+    if name != "cache" and Version(transformers.__version__) < Version("5.17"):
+        pytest.skip("what it has taken out is gone for good: the seam calls us after that")
     case = plain_models.case(plain_models.Decoder([named_block(name)() for _ in range(4)]))
     case = zoo.Case("plain", case.model, {**case.inputs, name: make()})
     before = [dict(vars(block)) for block in case.model.blocks]
@@ -253,6 +257,8 @@ def test_cache_that_a_model_has_filled_for_a_layer_is_refused(make: Callable[[],
 def test_state_of_a_linear_layer_counts_as_filled() -> None:
     config = zoo.build("qwen3_next").model.config
     cache, layer = DynamicCache(config=config), nn.Module()
+    if not hasattr(cache, "update_conv_state"):
+        pytest.skip("this transformers has caches of another class for it")
     layer.layer_idx = config.layer_types.index("linear_attention")  # type: ignore[assignment]
     assert not is_filled(cache, layer)
     cache.update_conv_state(torch.ones(1, 2, 4), layer.layer_idx)

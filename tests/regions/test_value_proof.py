@@ -85,13 +85,13 @@ def mask_is_dropped(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
 def outputs_are_rolled(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     hand_out = KeptOutputs._pop
 
-    def rolled(self: KeptOutputs, number: Any) -> Any:
+    def rolled(self: KeptOutputs, number: Any, *rest: Any) -> Any:
         found = self._entries[number]
         for other in self._entries.values():
             if other is not found and _shape(other.output) == _shape(found.output) is not None:
                 found.output, other.output = other.output, found.output
                 break
-        return hand_out(self, number)
+        return hand_out(self, number, *rest)
 
     patch.setattr(KeptOutputs, "_pop", rolled)
 
@@ -166,8 +166,8 @@ def kept_outputs_are_exchanged(patch: pytest.MonkeyPatch, model: nn.Module) -> N
     hand_out = KeptOutputs._pop
     last: dict[Any, Any] = {}
 
-    def exchanged(self: KeptOutputs, number: Any) -> Any:
-        found = hand_out(self, number)
+    def exchanged(self: KeptOutputs, number: Any, *rest: Any) -> Any:
+        found = hand_out(self, number, *rest)
         before = last.get(number, found)
         last[number] = found
         return before
