@@ -91,7 +91,8 @@ class Device:
     # A guess, half of what a slow CPU takes: to be measured.
     selective_seconds: float = 20e-6
     """What the host needs more for each operator that a layer in a selective mode handles in Python: those whose
-    outputs it keeps, to keep and to return them. Under a dispatch mode all of them (`regions.selective.dispatch`)."""
+    outputs it keeps, to keep and to return them, and for the sums of small ones (those of large ones are under 1 % of
+    a GPU's step, and a few per cent of a CPU's). Under a dispatch mode all operators (`regions.selective.dispatch`)."""
 
     def beside_host(self, launch_seconds: float, backward_launch_seconds: float) -> Device:
         """Return the device beside a host that takes so long for an operator of a forward, and of a backward.
