@@ -44,21 +44,21 @@ _SHARE_ALONE = 16
 class PositionsAlone:
     """A few positions of one call, which run once more without the others; `dim` is that of the positions.
 
-    Nothing is compared where random numbers are drawn, or where there are no values (simulation).
+    `before` is the random state when the call began. Nothing is compared where random numbers are drawn, or where there
+    are no values (simulation).
     """
 
-    def __init__(self, dim: int, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, dim: int, inputs: Sequence[Tensor], before: RandomState) -> None:
+        # Holds no tensors: it lives as long as the graph of the step, which is longer than backward.
         self._dim = dim
         self._leading = tuple(inputs[0].shape[: dim + 1])
-        self._index = _spread(self._leading[-1])
-        self._before = RandomState.of(inputs)
-        self._outputs: list[Tensor] = []
+        self._before = before
         self.places_hooks = False
         """Whether the module places hooks on gradients when it runs."""
 
     def at(self, whole: Tensor, index: Tensor | None = None) -> Tensor:
         """Return some positions of a tensor that has them all, apart or flattened; an empty tensor if it does not."""
-        index = self._index if index is None else index
+        index = _spread(self._leading[-1]) if index is None else index
         whole = whole.detach()
         if tuple(whole.shape[: self._dim + 1]) != self._leading:
             if not whole.dim() or whole.shape[0] != math.prod(self._leading):
@@ -72,8 +72,7 @@ class PositionsAlone:
         """Return whether the positions give other values alone than `wholes` have, on the device; None: not known."""
         if self._leading[-1] < 2 or any(isinstance(x, FakeTensor) or x.is_meta for x in inputs):
             return None
-        self._outputs = [self.at(whole) for whole in wholes]
-        now = RandomState.of(inputs)
+        expected, now = [self.at(whole) for whole in wholes], RandomState.of(inputs)
         alone = [self.at(x).requires_grad_(needs) for x, needs in zip(inputs, need_gradients, strict=True)]
         # With a graph, as hooks may go by that; nothing is saved for it.
         drops = saved_tensors_hooks(drop, never_unpack)
@@ -81,7 +80,7 @@ class PositionsAlone:
             outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
             if not now.is_same(self._before) or not RandomState.of(inputs).is_same(now):
                 return None
-        return _any_differ(self._outputs, outputs)
+        return _any_differ(expected, outputs)
 
     def _note_hook(self) -> None:
         self.places_hooks = True

@@ -130,7 +130,7 @@ class _Slices:
         self._random_state = RandomState.of(inputs)
         # None in a recomputation, as the backward that follows is that of the slices that ran first.
         call_proof = tiling.proof.start_call(module, inputs) if tiling.proof is not None and tiling.recomputes else None
-        self._alone = PositionsAlone(cut.dim, inputs)
+        self._alone = PositionsAlone(cut.dim, inputs, self._random_state)
         # Whether positions give other values alone, if only the device knows.
         self._differ: Tensor | None = None
         self._proof = None

@@ -294,6 +294,7 @@ class StepSimulator:
         has_segments = any(entry.segment is not None for entry in _entries(plan))
         for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
+                reuse: LayerReuse | None = None
                 try:
                     reuse = LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
                     return self._trace(plan, reuse=reuse, explains=explains)
@@ -309,7 +310,7 @@ class StepSimulator:
                     return self._trace(plan, reuse=None, explains=explains)
                 # Whatever the user's code raises that cannot take what notes an index for a number.
                 except Exception:
-                    if not reuse.has_indices:
+                    if reuse is None or not reuse.has_indices:
                         raise
                     return self._trace(plan, reuse=None, explains=explains)
         return self._trace(plan, reuse=None, explains=explains)

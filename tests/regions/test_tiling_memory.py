@@ -66,6 +66,25 @@ def test_inputs_are_freed_with_the_backward_though_the_loss_is_kept() -> None:
     assert kept() is None
 
 
+@pytest.mark.parametrize("ends", ["after forward", "after backward"])
+def test_a_call_holds_no_more_than_its_input_and_output(ends: str) -> None:
+    module, hidden = plain_models.Mlp(), torch.randn(2, 6, plain_models.WIDTH, requires_grad=True)
+    module.requires_grad_(False)
+    before = tensors_alive()
+    output = run_tiled(Tiling(3), module, None, hidden)
+    if ends == "after backward":
+        output.sum().backward()
+    pointers = {tensor.data_ptr() for tensor in (hidden, output, hidden.grad) if tensor is not None}
+    found = [tensor for number, tensor in tensors_alive().items() if number not in before and tensor.numel() > 1]
+    assert [tensor.shape for tensor in found if tensor.data_ptr() not in pointers] == []
+
+
+def tensors_alive() -> dict[int, Tensor]:
+    """Return all tensors that Python knows of, by id; without random states."""
+    gc.collect()
+    return {id(each): each for each in gc.get_objects() if type(each) is Tensor and each.dtype != torch.uint8}
+
+
 def test_a_layer_that_is_recomputed_too_runs_its_ffn_no_third_time() -> None:
     case = llama()
     with hf_ckpt.apply(case.model, "full", tiles=4), exactness.counted_entries(case.model) as (forward, backward):
