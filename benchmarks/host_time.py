@@ -132,7 +132,7 @@ def num_kept_in_a_layer(adapters: dict[str, Any] | None, tokens: Tensor) -> int:
     model = build(adapters, str(tokens.device), 1)
     with (
         hf_ckpt.apply(model, "selective", prove="off"),
-        mock.patch.object(KeptOutputs, "_enter", autospec=True, side_effect=KeptOutputs._enter) as entered,
+        mock.patch.object(KeptOutputs, "keep", autospec=True, side_effect=KeptOutputs.keep) as entered,
     ):
         model(input_ids=tokens, use_cache=False)
     return entered.call_count
