@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make finetune     set up .venv, fine-tune a small model on the CPU ($(RECIPE))'
 	@echo 'make test         set up .venv, then format, lint, types, and a few cases of every test'
-	@echo 'make test-all     the same with all cases, and with two and four processes'
+	@echo 'make test-all     the same with all cases: every architecture, operator, broken recipe and planted fault'
 	@echo 'make test-distributed  the part of `make test` that needs two processes'
 	@echo 'make test-browser  the pages that commands write and serve, in an installed chromium'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the tests on the oldest supported versions'
@@ -114,7 +114,8 @@ test test-all test-distributed test-browser test-oldest: export TOKENIZERS_PARAL
 
 # Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
 # mypy, which has one thread, runs next to the tests in two processes, which wait for each other.
-test test-oldest: cases = --cases 2
+test: cases = --cases 2
+test-oldest: cases = --cases 1
 test test-all: lint
 	.venv/bin/python -m pytest -m 'not browser' $(cases) $(PYTEST_ARGS)
 	.venv/bin/mypy & types=$$!; $(two_processes) $(cases) $(DISTRIBUTED_ARGS); tests=$$?; wait $$types && exit $$tests
