@@ -313,7 +313,8 @@ class SegmentHooks:
     def place(self, home: nn.Module) -> None:
         """Place the hooks, first and last of the module's own, wherever an engine has come since they were placed."""
         modules = members(home)
-        for layer_idx in self._indices:
+        # Layers may have been dropped from the end.
+        for layer_idx in [layer_idx for layer_idx in self._indices if layer_idx < len(modules)]:
             outer = modules[layer_idx]
             is_hooked = fsdp.is_unit(outer) or deepspeed.is_hooked(outer)
             if is_hooked and not self._is_placed(layer_idx, outer) and not _holds_its_hooks(outer):
