@@ -246,6 +246,8 @@ def recompute_around(kept: KeptModules, function: Function, *args: Any, proof: R
     return run_watched(proof, function, args, call, tensors, run)
 
 
+# Else torch 2.11 takes what is kept, for one call, for something to compile a layer around.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
 def run_kept(kept: KeptModules, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
     """Instance `forward` of a kept module; for `found` see `run_region`."""
     forward = original_forward(module, found)
