@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.regions.fingerprints import bytes_of, is_plain
+from hf_ckpt.regions.put_back import Slots, slot_names
 
 _LONG = 10_000
 """Entries from which on a container is data rather than a record of a run: only its length is noted."""
@@ -214,19 +215,10 @@ def _kinds_of(value: object) -> Iterator[type[_Holder]]:
         if kind is None and own & _WITH_SETTINGS and hasattr(value, "__dict__"):
             yield _Settings
         return
-    if any(map(_slots, cls.__mro__)):
+    if slot_names(cls):
         yield _Slots
     if hasattr(value, "__dict__"):
         yield _Attributes
-
-
-def _slots(cls: type) -> list[str]:
-    # Of what is written in C nobody can list them.
-    slots: Any = vars(cls).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else slots
-    own = f"_{cls.__name__.lstrip('_')}"
-    hidden = (own + name if name.startswith("__") and not name.endswith("__") else name for name in names)
-    return [name for name in hidden if name not in ("__dict__", "__weakref__")]
 
 
 # --- What holds what. ---
@@ -375,19 +367,14 @@ class _Settings(_Attributes):
 
 class _Slots(_Holder):
     def __init__(self, name: str, value: Any) -> None:
-        self._names = list(dict.fromkeys(chain.from_iterable(map(_slots, type(value).__mro__))))
+        self._slots = Slots(value)
         super().__init__(name, value)
 
     def read(self) -> dict[str, Any]:
-        return {name: getattr(self.value, name) for name in self._names if hasattr(self.value, name)}
+        return self._slots.read()
 
     def write(self, note: dict[str, Any]) -> None:
-        # Past `__setattr__`, which a frozen class refuses.
-        for name in self._names:
-            if name in note:
-                object.__setattr__(self.value, name, note[name])
-            elif hasattr(self.value, name):
-                object.__delattr__(self.value, name)
+        self._slots.write(note)
 
     def changeable(self, note: dict[str, Any]) -> Iterable[Any]:
         return [each for each in note.values() if type(each) not in _IS_ATOM]

@@ -34,7 +34,7 @@ from transformers import PretrainedConfig
 
 from hf_ckpt.errors import ChangedSinceForwardError
 from hf_ckpt.regions.fingerprints import unobserved
-from hf_ckpt.regions.put_back import put_container_back
+from hf_ckpt.regions.put_back import Slots, put_container_back, slot_names
 
 Refuse = Callable[[str, Sequence[str]], None]
 """Raises an error: what has happened, and the names of what it has happened to."""
@@ -376,7 +376,7 @@ class _Shape:
         for holder, content, _ in self._holders:
             found = content if isinstance(content, set) else _mapped(content, partial(_filled, objects=objects))
             put: Callable[[Any], Any] = (
-                holder.put if isinstance(holder, _Slots) else partial(put_container_back, holder)
+                holder.write if isinstance(holder, Slots) else partial(put_container_back, holder)
             )
             put(found)
 
@@ -413,25 +413,6 @@ class _Frozen:
     def __init__(self, kind: Any, items: tuple[Any, ...]) -> None:
         self.kind = kind
         self.items = items
-
-
-class _Slots:
-    """The slots of an object."""
-
-    def __init__(self, owner: object, names: list[str]) -> None:
-        self.owner = owner
-        self.names = names
-
-    def content(self) -> dict[str, Any]:
-        return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
-
-    def put(self, found: dict[str, Any]) -> None:
-        # Past `__setattr__`, which a frozen class refuses.
-        for name in self.names:
-            if name in found:
-                object.__setattr__(self.owner, name, found[name])
-            elif hasattr(self.owner, name):
-                object.__delattr__(self.owner, name)
 
 
 class _Gone(Tensor):
@@ -524,17 +505,12 @@ def _holders_of(value: Any) -> list[Any]:
     found = [value] if isinstance(value, dict | list | set | deque) else []
     if kind.__module__ in ("builtins", "collections", "functools", "itertools"):
         return found
-    names = [name for base in kind.__mro__ for name in _slots(base)]
-    return [*found, *([vars(value)] if hasattr(value, "__dict__") else []), *([_Slots(value, names)] if names else [])]
-
-
-def _slots(base: type) -> list[str]:
-    slots: Any = vars(base).get("__slots__", ())
-    return [name for name in ((slots,) if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
+    found += [vars(value)] if hasattr(value, "__dict__") else []
+    return [*found, Slots(value)] if slot_names(kind) else found
 
 
 def _content(holder: Any) -> Any:
-    return holder.content() if isinstance(holder, _Slots) else copy.copy(holder)
+    return holder.read() if isinstance(holder, Slots) else copy.copy(holder)
 
 
 def _mapped(content: Any, change: Callable[[Any], Any]) -> Any:
@@ -569,7 +545,7 @@ def _matches_content(content: Any, holder: Any) -> bool:
     if isinstance(content, set):
         return bool(content == holder)
     if isinstance(content, dict):
-        now = holder.content() if isinstance(holder, _Slots) else holder
+        now = holder.read() if isinstance(holder, Slots) else holder
         return list(content) == list(now) and all(map(_matches, content.values(), now.values()))
     return len(content) == len(holder) and all(map(_matches, content, holder))
 

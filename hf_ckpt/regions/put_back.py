@@ -1,9 +1,10 @@
-"""What a further run of a module changes is put back when it ends: containers, arguments."""
+"""What a further run of a module changes is put back when it ends: containers, slots of objects, arguments."""
 
 from __future__ import annotations
 
 import copy
 from collections import UserDict, deque
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -49,3 +50,37 @@ def put_back(now: dict[Any, Any], found: dict[Any, Any]) -> bool:
     now.clear()
     now.update(found)
     return True
+
+
+class Slots:
+    """The slots of an object."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._names = slot_names(type(owner))
+
+    def read(self) -> dict[str, Any]:
+        """Return what is in them, by name; empty ones are left out."""
+        return {name: getattr(self._owner, name) for name in self._names if hasattr(self._owner, name)}
+
+    def write(self, found: dict[str, Any]) -> None:
+        """Let them hold what `read` returned."""
+        # Past `__setattr__`, which a frozen class refuses.
+        for name in self._names:
+            if name in found:
+                object.__setattr__(self._owner, name, found[name])
+            elif hasattr(self._owner, name):
+                object.__delattr__(self._owner, name)
+
+
+def slot_names(kind: type) -> list[str]:
+    """Return the names of the slots of a class and its bases; of what is written in C nobody can list them."""
+    return list(dict.fromkeys(chain.from_iterable(map(_slots, kind.__mro__))))
+
+
+def _slots(kind: type) -> list[str]:
+    slots: Any = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else slots
+    own = f"_{kind.__name__.lstrip('_')}"
+    hidden = (own + name if name.startswith("__") and not name.endswith("__") else name for name in names)
+    return [name for name in hidden if name not in ("__dict__", "__weakref__")]

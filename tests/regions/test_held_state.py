@@ -31,6 +31,20 @@ class Statistics:
     count: int = 0
 
 
+class Counter:
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def next(self) -> int:
+        self.__count += 1
+        return self.__count
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counter) and self.__count == other.__count
+
+
 class Layer(nn.Module):
     """Writes with `write`, a function of itself and of its input, and computes with what that returns."""
 
@@ -78,6 +92,10 @@ def in_containers(layer: Any) -> None:
 
 def in_object(layer: Any) -> None:
     layer.kept = Statistics(torch.zeros(WIDTH))
+
+
+def in_private_slot(layer: Any) -> None:
+    layer.kept = Counter()
 
 
 def in_array(layer: Any) -> None:
@@ -141,6 +159,10 @@ def into_object(layer: Any, hidden: Tensor) -> Any:
     return layer.kept.mean / layer.kept.count
 
 
+def into_private_slot(layer: Any, hidden: Tensor) -> float:
+    return 1 / layer.kept.next()
+
+
 def into_array(layer: Any, hidden: Tensor) -> Any:
     layer.seen += mean_of(hidden).numpy()
     return 1 + torch.from_numpy(layer.seen.copy())
@@ -177,6 +199,7 @@ WAYS: dict[str, tuple[Callable[[Any], None], Callable[[Any, Tensor], Any]]] = {
     "number": (nothing, counted),
     "containers": (in_containers, into_containers),
     "object": (in_object, into_object),
+    "private slot": (in_private_slot, into_private_slot),
     "array": (in_array, into_array),
     "views": (in_views, into_views),
     "generators": (with_generators, drawn),
