@@ -22,6 +22,18 @@ TILES = 3
 
 # min_bytes: tensors of tiny models are far below what is worth moving.
 CPU = {"to": "cpu", "min_bytes": 0}
+# One of each kind of region.
+REGIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "segments": ("full", {"segment_size": 2}),
+    "nested": ("full", {"segment_size": 3, "nested": True}),
+    "revolve": ("full", {"nested": "revolve", "snapshots": 1}),
+    "attention": ("attention", {}),
+    "ffn": ("ffn", {}),
+    "selective": ("selective", {}),
+    "selective_attention": ("selective_attention", {}),
+    "offload": ("full", {"offload": CPU}),
+}
 MODES: dict[str, tuple[object, dict[str, Any]]] = {
     "selective": ("selective", {}),
     "selective_attention": ("selective_attention", {}),

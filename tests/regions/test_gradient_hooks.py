@@ -13,21 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
 from hf_ckpt.errors import HFCkptError
-from tests.modes import CPU
+from tests.modes import REGIONS
 
 IDS = torch.arange(16).view(2, 8) + 3
 STEPS = 2
-POLICIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "full": ("full", {}),
-    "segments": ("full", {"segment_size": 2}),
-    "nested": ("full", {"segment_size": 3, "nested": True}),
-    "revolve": ("full", {"nested": "revolve", "snapshots": 1}),
-    "attention": ("attention", {}),
-    "ffn": ("ffn", {}),
-    "selective": ("selective", {}),
-    "selective_attention": ("selective_attention", {}),
-    "offload": ("full", {"offload": CPU}),
-}
 Note = Callable[[Any], Any]
 """A hook that changes a gradient, and counts."""
 Place = Callable[[Any, Note], None]
@@ -132,10 +121,10 @@ def run(kind: str, policy: tuple[Any, dict[str, Any]] | None, *, factor: float =
 
 @pytest.mark.sweep(keep=12)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", REGIONS)
 def test_hooks_run_as_often_as_without_a_plan(policy: str, kind: str) -> None:
     expected, num_calls = run(kind, None)
-    got, num = run(kind, POLICIES[policy])
+    got, num = run(kind, REGIONS[policy])
     assert num == num_calls
     assert all(map(torch.equal, expected, got))
 

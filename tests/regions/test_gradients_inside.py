@@ -12,19 +12,12 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
-from tests.modes import CPU
+from tests.modes import CPU, REGIONS
 
 IDS = torch.arange(12).view(2, 6) + 3
 POLICIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "full": ("full", {}),
-    "segments": ("full", {"segment_size": 2}),
+    **REGIONS,
     "nested": ("full", {"segment_size": 4, "nested": True}),
-    "revolve": ("full", {"nested": "revolve", "snapshots": 1}),
-    "attention": ("attention", {}),
-    "ffn": ("ffn", {}),
-    "selective": ("selective", {}),
-    "selective_attention": ("selective_attention", {}),
-    "offload": ("full", {"offload": CPU}),
     "selective_offload": ("selective", {"offload": CPU}),
 }
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
 from tests import zoo
+from tests.modes import REGIONS
 
 pytestmark = pytest.mark.core
 
@@ -206,14 +207,8 @@ WAYS: dict[str, tuple[Callable[[Any], None], Callable[[Any, Tensor], Any]]] = {
     "made lazily": (nothing, made_lazily),
     "batch norm": (norm, normalized),
 }
-PLANS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("full", {}),
-    "segments": ("full", {"segment_size": 2}),
-    "nested": ("full", {"segment_size": 3, "nested": True}),
-    "revolve": ("full", {"nested": "revolve", "snapshots": 1}),
-    "selective": ("selective", {}),
-    "offload": ("full", {"offload": "cpu"}),
-}
+PLANS = {name: REGIONS[name] for name in ("full", "segments", "nested", "revolve", "selective")}
+PLANS["offload"] = "full", {"offload": "cpu"}
 
 
 def state_of(model: Any) -> Any:
