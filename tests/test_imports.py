@@ -24,6 +24,7 @@ ORDER = (
     "errors",
     "units",
     "html_svg",
+    "upstream",
     "garbage_collection",
     "policy",
     "structure",

@@ -45,7 +45,6 @@ from hf_ckpt.loading.sharding_engine import (
     describe_engine,
     gathers_in_forward,
     num_parameters,
-    on_one_process,
     ready_to_generate,
 )
 from hf_ckpt.loading.sources import load_splits
@@ -59,6 +58,7 @@ from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
+from hf_ckpt.upstream.transformers import on_one_process
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
 _NUM_SAMPLE_TOKENS = 48

@@ -26,13 +26,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.patch.stack_patch import FLAG
 from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.simulation import quantized, shared_tensors
 from hf_ckpt.simulation.isolation import note_original
 from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
 from hf_ckpt.structure.layers import Layer, Stack, modules_of
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.transformers import FLAG
 
 
 @dataclass(frozen=True)

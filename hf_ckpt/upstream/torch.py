@@ -1,0 +1,532 @@
+"""Private and version-dependent names of torch. Blocks: autograd, dispatcher, fake tensors, modules, engines, compiler.
+
+See the package for what a block is. What is heavy to import (the compiler, DTensor) is imported by who asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_ckpt.upstream import Feature, stand_ins
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+else:
+    __getattr__ = stand_ins(__name__)
+
+# --- The engine of autograd. ---
+
+with Feature(
+    "Raising errors when a backward ends, and telling one backward from another,",
+    seen="torch 2.11 to 2.14",
+    instead="Without it they are raised where they are found, and the first step is not held against the original.",
+) as BACKWARDS:
+    from torch._C import _current_graph_task_id as current_graph_task_id
+
+    # Runs a function when the backward that is running in this thread has ended.
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+NO_BACKWARD = -1
+"""The number of the backward that runs, where none does."""
+
+if BACKWARDS.gone:
+
+    def current_graph_task_id() -> int:
+        """Say that no backward runs."""
+        BACKWARDS.warn()
+        return NO_BACKWARD
+
+
+with Feature(
+    "Simulating a backward",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+):
+    run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+with Feature(
+    "Holding gradients of the first step against those of the original forward",
+    seen="torch 2.11 to 2.14",
+    instead="Its outputs are held against the original's all the same.",
+) as GRAPHS:
+    from torch._C import _will_engine_execute_node as will_engine_execute_node
+    from torch._C._autograd import _get_sequence_nr as num_nodes_made
+
+    # Each kind of node has a method of its own: called on nodes as it is, here looked for.
+    sequence_number = torch._C._functions.AccumulateGrad._sequence_nr  # type: ignore[attr-defined]  # not in the stubs
+
+with Feature(
+    "Telling other checkpointing inside of a plan's region",
+    seen="torch 2.11 to 2.14",
+    instead="Layers that checkpoint themselves are looked for in the whole stack of calls instead.",
+) as RUNS_BACKWARD:
+    from torch.autograd.graph import _engine_run_backward as engine_run_backward
+
+    RUNS_BACKWARD_CODE = engine_run_backward.__code__
+RUNS_BACKWARD_NAME = ("torch.autograd.graph", "_engine_run_backward")
+"""The module and the name of the function that every backward passes through."""
+
+with Feature(
+    "tiles: a backward with retain_graph=True",
+    seen="torch 2.11 to 2.14",
+    instead="Leave retain_graph out, or tiles.",
+):
+    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+
+with Feature(
+    "Exchanging the saved-tensor hooks of a region (a layer around its attention, selective modes, tiles)",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
+) as SAVED_TENSORS:
+    from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
+    from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
+    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+
+# --- torch.utils.checkpoint. ---
+
+with Feature(
+    "Selective recomputation",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full" or "ffn".',
+    of="torch.utils.checkpoint",
+) as _CHECKPOINT:
+    # How torch's checkpoint stops a recomputation that has all that backward needs.
+    from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+
+RECOMPUTATION_HOOK = _CHECKPOINT.attribute("_recomputation_hook")
+"""In the name of the function that takes what a recomputation of torch's checkpoint saves."""
+
+# --- Ways to differentiate. ---
+
+with Feature(
+    "Refusing transforms of torch.func and forward-mode derivatives around a region",
+    seen="torch 2.11 to 2.14",
+    instead="Call a model under a plan outside of them: torch raises from somewhere inside.",
+) as TRANSFORMS:
+    from torch._C import DispatchKeySet
+    from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_key_excluded
+    from torch._C import _dispatch_tls_is_dispatch_key_included as is_key_included
+    from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
+    from torch._C._functorch import peek_interpreter_stack
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.autograd import forward_ad
+
+    BATCHED_BACKWARD = torch._C._dispatch_key_parse("VmapMode")
+    """Set in a thread while `is_grads_batched=True` vectorizes a backward there; `torch.vmap` has an interpreter."""
+    _no_level = forward_ad._current_level
+
+    def is_transformed() -> bool:
+        """Whether a transform of torch.func is at work, or a backward of several gradients at once."""
+        return peek_interpreter_stack() is not None or (
+            bool(is_key_included(BATCHED_BACKWARD)) and not is_key_excluded(BATCHED_BACKWARD)
+        )
+
+    def has_forward_derivatives() -> bool:
+        """Whether forward-mode derivatives are at work."""
+        return forward_ad._current_level >= 0
+
+
+if TRANSFORMS.gone:
+
+    def is_transformed() -> bool:
+        """Say that it is not known."""
+        TRANSFORMS.warn()
+        return False
+
+    has_forward_derivatives = is_transformed
+
+# --- The dispatcher. ---
+
+with Feature(
+    "Simulating a step",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+) as MODES:
+    from torch.utils._mode_utils import no_dispatch
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+with Feature(
+    "Following the operators of a step (selective modes without kernels, simulation, verify, calibrate)",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full" or "ffn".',
+):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+with Feature(
+    "Hiding the checks of a step from dispatch modes of others",
+    seen="torch 2.11 to 2.14",
+    instead="A mode of others sees the operators of the checks too.",
+) as HIDING:
+    hidden_from_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
+    """Takes the modes away."""
+    hidden_from_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+    """Passes by the modes and the classes of tensors."""
+
+if HIDING.gone:
+
+    def hidden_from_modes() -> AbstractContextManager[Any]:
+        HIDING.warn()
+        return nullcontext()
+
+    hidden_from_dispatch = hidden_from_modes
+
+with Feature(
+    "Telling which dispatch modes are entered",
+    seen="torch 2.11 to 2.14",
+    instead="One is taken to be: selective modes follow each operator by a mode, which costs host time.",
+) as MODE_STACK:
+    from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+
+    dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+
+if MODE_STACK.gone:
+
+    def num_dispatch_modes() -> int:
+        """Say that there is one."""
+        MODE_STACK.warn()
+        return 1
+
+    def dispatch_modes() -> list[Any]:
+        """Say that none is known."""
+        return []
+
+
+with Feature(
+    "Selective recomputation by kernels of our own",
+    seen="torch 2.11 to 2.14",
+    instead="A dispatch mode follows each operator instead, to the same result; it costs host time.",
+) as KERNELS:
+    from torch._C import _dispatch_dump_table as dispatch_table
+    from torch._C import _dispatch_has_kernel as has_kernel
+    from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel_for_key
+    from torch._C import _dispatch_key_parse as dispatch_key
+    from torch._C import _dispatch_keyset_full_after as keys_after
+    from torch._C import _dispatch_tls_set_dispatch_key_included as set_key_included
+    from torch._C import _jit_get_all_schemas as all_schemas
+    from torch._guards import TracingContext
+
+    def redispatch_of(function: Any) -> Callable[..., Any]:
+        """Return what calls an operator below some dispatch keys."""
+        found: Callable[..., Any] = function._handle.redispatch_boxed
+        return found
+
+    _probed = redispatch_of(torch.ops.aten.mm.default)
+
+with Feature(
+    "Simulating what operators cost",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+):
+    from torch._C import DisableTorchFunction
+    from torch._ops import OperatorBase
+
+with Feature(
+    "Keeping the outputs of adapted layers in selective modes",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full" or "ffn".',
+):
+    from torch._C import DisableTorchFunctionSubclass
+    from torch._C import _disabled_torch_function_impl as disabled_torch_function
+
+    # Gives a tensor a node that nobody may go back through.
+    DelayedError = torch._C._functions.DelayedError
+
+# --- Tensors. ---
+
+with Feature(
+    "Walking through nested arguments (a layer around its attention, selective modes, the chunked head, simulation)",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
+):
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+with Feature(
+    "Stand-ins for tensors (selective modes with adapters, the chunked head, modules that make tensors anew)",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full" or "ffn", and no chunked head.',
+):
+    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+with Feature(
+    "Telling plain tensors from others (offload, what modules hold)",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full" or "ffn" without offload.',
+) as TENSORS:
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    is_view = torch.Tensor._is_view
+    base_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor._base.__get__  # type: ignore[union-attr]  # a descriptor
+    storage_id: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._cdata.__get__
+    """Of a storage: equal for all tensors that share it."""
+
+# --- Fake tensors. ---
+
+with Feature(
+    "Fake tensors (auto, estimate, plan)",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+):
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+
+with Feature(
+    "Making fake tensors at once (auto, estimate, plan)",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+):
+    from torch._C import _get_dispatch_mode as dispatch_mode
+    from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_mutable_data_ptr
+    from torch._C import _TorchDispatchModeKey as DispatchModeKey
+
+    make_subclass = torch.Tensor._make_subclass
+    # A new fake tensor with it is a parameter.
+    IS_PARAMETER = "_is_param"
+
+with Feature(
+    "Simulating what CUDA's kernels keep, and what optimizers and engines make",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+):
+    from torch import _fused_sdp_choice as fused_sdp_choice
+    from torch import _softmax as softmax
+
+    FakeWork = torch._C._distributed_c10d.FakeWork
+
+# --- Modules. ---
+
+with Feature(
+    "Telling layers that look over positions or draw random numbers",
+    seen="torch 2.11 to 2.14",
+    instead="Leave tiles out of the policy.",
+):
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.conv import _ConvNd as ConvNd
+    from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+
+_WRAPPERS = Feature(
+    "Looking inside of what torch wraps modules in (torch.compile, FSDP1, torch's own checkpointing)",
+    seen="torch 2.11 to 2.14",
+    instead="Compile the layers alone, use FSDP2, and leave torch's own checkpointing out.",
+    of=(
+        "torch._dynamo.eval_frame torch.nn.modules.module torch.distributed.fsdp._common_utils "
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    ),
+)
+COMPILED_INSIDE = _WRAPPERS.attribute("_orig_mod")
+"""The child of a module that torch.compile has made, and what it puts into names."""
+COMPILED_CALL = _WRAPPERS.attribute("_compiled_call_impl")
+"""What `nn.Module.compile` leaves on a module."""
+CHECKPOINT_WRAPPED = _WRAPPERS.attribute("_checkpoint_wrapped_module")
+"""The child of torch's own wrapper for checkpointing, and what it puts into names."""
+FSDP_WRAPPED = _WRAPPERS.attribute("_fsdp_wrapped_module")
+"""The child of FSDP1's wrapper, and what it puts into names."""
+WRAPPER_NAMES = (CHECKPOINT_WRAPPED, FSDP_WRAPPED, COMPILED_INSIDE)
+
+# --- Optimizers. ---
+
+with Feature(
+    'on_oom="escalate": an optimizer step in parts',
+    seen="torch 2.11 to 2.14",
+    instead="An optimizer step that runs out of memory ends the run.",
+) as OPTIMIZERS:
+    from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_pre_hooks
+
+    _init_group = torch.optim.AdamW._init_group
+MAKES_STATE = "_init_group"
+"""The method of torch's optimizers that makes the state of a group, before anything of the group is written."""
+
+_SAMPLERS = Feature(
+    "Naming the examples of a batch that has run out of memory",
+    seen="torch 2.11 to 2.14",
+    instead="Where a sampler draws fewer examples than there are, its sizes alone are named.",
+    of="torch.utils.data.sampler",
+)
+NUM_SAMPLES = _SAMPLERS.attribute("_num_samples")
+"""Of a sampler: how many examples it gives, where the user says so."""
+
+# --- Processes, and engines that shard. ---
+
+with Feature(
+    "Agreeing with the other processes of a run",
+    seen="torch 2.11 to 2.14",
+    instead="Train in one process, or use another version of torch.",
+):
+    from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+_FSDP1 = Feature(
+    "A plan under FSDP1",
+    seen="torch 2.11 to 2.14",
+    instead="Use FSDP2 (fsdp_version: 2).",
+    of="torch.distributed.fsdp.fully_sharded_data_parallel torch.distributed.fsdp._flat_param",
+)
+
+
+@_FSDP1
+def flat_parameter(unit: Any) -> Any:
+    """Return the parameter that a unit has flattened its own into; None without one."""
+    return unit._flat_param
+
+
+@_FSDP1
+def flattened_modules(flat: Any) -> list[nn.Module]:
+    """Return the modules of the parameters that lie in a flat one."""
+    return [info.module for info in flat._param_infos]
+
+
+@_FSDP1
+def local_shard(flat: Any) -> torch.Tensor:
+    """Return this rank's share of a flat parameter."""
+    found: torch.Tensor = getattr(flat, "_local_shard", flat)
+    return found
+
+
+@_FSDP1
+def flattened_shapes(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], torch.Size]:
+    """Return the shapes of the parameters that a unit has flattened into its own, by module and name."""
+    if unit._handle is None:
+        # A unit whose parameters are all in units below it, or that has none.
+        return {}
+    flat = unit._handle.flat_param
+    names = [(info.module, info.param_name) for info in flat._param_infos]
+    shapes = dict(zip(names, flat._shapes, strict=True))
+    for shared in flat._shared_param_infos:
+        shapes[shared.module, shared.param_name] = shapes[shared.prim_module, shared.prim_param_name]
+    return shapes
+
+
+_FSDP2 = Feature(
+    "A plan under FSDP2",
+    seen="torch 2.11 to 2.14",
+    instead="Use FSDP1 (fsdp_version: 1), or DDP.",
+    of=(
+        "torch.distributed.fsdp._fully_shard._fully_shard torch.distributed.fsdp._fully_shard._fsdp_state "
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group torch.distributed.fsdp._fully_shard._fsdp_param"
+    ),
+)
+
+
+@_FSDP2
+def sharded_parameters(unit: Any) -> list[Any]:
+    """Return the parameters that a unit of FSDP2 gathers, each with `sharded_param`."""
+    return [parameter for group in groups_of(unit) for parameter in group.fsdp_params]
+
+
+@_FSDP2
+def shard_of(parameter: Any) -> torch.Tensor:
+    """Return this rank's share of such a parameter."""
+    found: torch.Tensor = parameter._sharded_param_data
+    return found
+
+
+@_FSDP2
+def owner_of(parameter: Any) -> nn.Module:
+    """Return the module that holds such a parameter."""
+    found: nn.Module = parameter._module_info.module
+    return found
+
+
+@_FSDP2
+def frees_after_forward(unit: Any) -> bool:
+    """Whether a unit frees what it has gathered when its forward ends."""
+    return any(group._reshard_after_forward for group in groups_of(unit))
+
+
+@_FSDP2
+def num_modules_in_unit(unit: Any) -> int:
+    """Return how many modules are gathered with this one."""
+    return len(unit._get_fsdp_state()._modules)
+
+
+_GROUPS, _GROUP = "_fsdp_param_groups", "_fsdp_param_group"
+"""Several from torch 2.13 on, one before."""
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """Return what of a unit is gathered together."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, _GROUPS, None) or [getattr(state, _GROUP)]
+    return [group for group in groups if group is not None]
+
+
+FSDP_MANAGED = _FSDP2.attribute("_is_fsdp_managed_module")
+"""The mark that both versions of FSDP leave on modules whose weights they gather."""
+
+_APPLYING = Feature(
+    "A plan under FSDP",
+    seen="torch 2.11 to 2.14",
+    instead="Use DDP.",
+    of="torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+)
+
+
+@_APPLYING
+def apply_activation_checkpointing() -> Callable[..., None]:
+    """Return torch's own way to visit the modules of a model that FSDP has sharded."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    return checkpoint_wrapper.apply_activation_checkpointing
+
+
+_SHARED = Feature(
+    "Simulating tensor parallelism",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+    of="torch.distributed.tensor._api torch.distributed.tensor._dispatch torch.distributed.tensor._sharding_prop",
+)
+
+
+@_SHARED
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor."""
+    found: torch.Tensor = tensor._local_tensor
+    return found
+
+
+@_SHARED
+def shape_finder(kind: Any) -> Any:
+    """Return what finds the shapes of whole tensors for DTensor."""
+    return kind._op_dispatcher.sharding_propagator
+
+
+FINDS_SHAPES = _SHARED.attribute("_propagate_tensor_meta_non_cached")
+"""The method of `shape_finder`."""
+
+
+@_SHARED
+def async_collective_tensor() -> type[Any]:
+    """Return the class of what a collective returns before it has ended."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor
+
+
+# --- The compiler. ---
+
+_COMPILER = Feature(
+    "Leaving regions to torch.compile",
+    seen="torch 2.11 to 2.14",
+    instead="Regions run uncompiled.",
+    of="torch._dynamo.eval_frame torch._dynamo.symbolic_convert",
+)
+
+
+@_COMPILER
+def backend_that_compiles() -> Any:
+    """Return the backend of what is being compiled in this thread; None where nothing is, or it is not known."""
+    # At import time it takes seconds.
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.symbolic_convert import tls
+
+    # Where the graph breaks on the way, this runs when nothing is traced.
+    translator = getattr(tls, "current_tx", None)
+    return None if translator is None else innermost_backend(translator.output.compiler_fn)
