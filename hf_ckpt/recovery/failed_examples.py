@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from hf_ckpt.recovery.accumulation_window import named_tensors
-from hf_ckpt.upstream.torch import NUM_SAMPLES, disable_current_modes
+from hf_ckpt.upstream.torch import NUM_SAMPLES, hidden_from_modes
 
 _SHOWN = 16
 
@@ -34,7 +34,7 @@ def describe_examples(trainer: Any, number: int, inputs: Any) -> str:
     """
     indices: list[int] | None = None
     # Samplers, data sets and collators are anybody's, and the run ends anyway.
-    with disable_current_modes(), suppress(Exception):
+    with hidden_from_modes(), suppress(Exception):
         found = _indices(trainer, number)
         indices = found if found is not None and _gives(trainer, found, inputs) else None
     if indices is None:

@@ -29,7 +29,7 @@ from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 from hf_ckpt.upstream.torch import (
     MAKES_STATE,
     TorchDispatchMode,
-    disable_current_modes,
+    hidden_from_modes,
     optimizer_post_hooks,
     optimizer_pre_hooks,
     storage_id,
@@ -257,7 +257,7 @@ class Temporaries:
         if "foreach" in options and not options.get("fused"):
             options["foreach"] = bool(is_at_once)
         options.pop("capturable", None)
-        with disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with hidden_from_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             twins = [nn.Parameter(torch.ones(_NUMEL, dtype=weights[0].dtype)) for _ in range(2)]
             for twin in twins:
                 twin.grad = torch.ones_like(twin)

@@ -215,7 +215,19 @@ with Feature(
         found: Callable[..., Any] = function._handle.redispatch_boxed
         return found
 
-    _probed = redispatch_of(torch.ops.aten.mm.default)
+    _below_product = redispatch_of(torch.ops.aten.mm.default)
+
+with Feature(
+    "Knowing what operators write and return (selective modes, simulation)",
+    seen="torch 2.11 to 2.14",
+    instead='Use mode "full" or "ffn".',
+):
+    _of_product = torch.ops.aten.mm.default._schema
+
+    def schema_of(function: Any) -> Any:
+        """Return the schema of an overload; None of a higher-order operator, which has none."""
+        return getattr(function, "_schema", None)
+
 
 with Feature(
     "Simulating what operators cost",
@@ -233,6 +245,7 @@ with Feature(
     from torch._C import DisableTorchFunctionSubclass
     from torch._C import _disabled_torch_function_impl as disabled_torch_function
 
+    CAST, UNSAFE_VIEW = torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default
     # Gives a tensor a node that nobody may go back through.
     DelayedError = torch._C._functions.DelayedError
 
@@ -243,7 +256,7 @@ with Feature(
     seen="torch 2.11 to 2.14",
     instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
 ):
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 with Feature(
     "Stand-ins for tensors (selective modes with adapters, the chunked head, modules that make tensors anew)",
@@ -288,8 +301,15 @@ with Feature(
     from torch._C import _TorchDispatchModeKey as DispatchModeKey
 
     make_subclass = torch.Tensor._make_subclass
-    # A new fake tensor with it is a parameter.
-    IS_PARAMETER = "_is_param"
+
+_PARAMETERS = Feature(
+    "Making fake parameters (auto, estimate, plan)",
+    seen="torch 2.11 to 2.14",
+    instead='Use a fixed policy, such as "full", which needs no simulation.',
+    of="torch.nn.parameter",
+)
+IS_PARAMETER = _PARAMETERS.attribute("_is_param")
+"""The mark that makes a tensor a parameter."""
 
 with Feature(
     "Simulating what CUDA's kernels keep, and what optimizers and engines make",
@@ -299,6 +319,19 @@ with Feature(
     from torch import _fused_sdp_choice as fused_sdp_choice
     from torch import _softmax as softmax
 
+    GROUPED_MM = torch.ops.aten._grouped_mm.default
+    INDEX_PUT = torch.ops.aten._index_put_impl_.default
+    CTC_LOSS, CTC_LOSS_OF_TENSORS = torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor
+    FUSED_OPTIMIZERS = (torch.ops.aten._fused_adam_.default, torch.ops.aten._fused_adamw_.default)
+    MATH_ATTENTION = torch.ops.aten._scaled_dot_product_attention_math.default
+    FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+    FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    CUDNN_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+
+    WAIT = torch.ops._c10d_functional.wait_tensor.default
     FakeWork = torch._C._distributed_c10d.FakeWork
 
 # --- Modules. ---
@@ -477,12 +510,14 @@ def apply_activation_checkpointing() -> Callable[..., None]:
     return checkpoint_wrapper.apply_activation_checkpointing
 
 
-_SHARED = Feature(
+with Feature(
     "Simulating tensor parallelism",
     seen="torch 2.11 to 2.14",
     instead='Use a fixed policy, such as "full", which needs no simulation.',
     of="torch.distributed.tensor._api torch.distributed.tensor._dispatch torch.distributed.tensor._sharding_prop",
-)
+) as _SHARED:
+    # What a collective returns before it has ended.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
 @_SHARED
@@ -500,14 +535,6 @@ def shape_finder(kind: Any) -> Any:
 
 FINDS_SHAPES = _SHARED.attribute("_propagate_tensor_meta_non_cached")
 """The method of `shape_finder`."""
-
-
-@_SHARED
-def async_collective_tensor() -> type[Any]:
-    """Return the class of what a collective returns before it has ended."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return AsyncCollectiveTensor
 
 
 # --- The compiler. ---
