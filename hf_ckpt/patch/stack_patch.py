@@ -20,7 +20,7 @@ from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.use_cache import SharedIndexCheck
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.regions.arguments import READS_CACHE_ONLY, is_cache
+from hf_ckpt.regions.arguments import is_cache
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
@@ -29,7 +29,15 @@ from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.structure.layers import is_unit, members
 from hf_ckpt.upstream.accelerate import FORWARD_BEFORE_HOOK
-from hf_ckpt.upstream.transformers import FLAG, FORWARD, FUNCTION, SEAM_CODE, SEAM_METHOD, GradientCheckpointingLayer
+from hf_ckpt.upstream.transformers import (
+    FLAG,
+    FORWARD,
+    FUNCTION,
+    READS_CACHE_ONLY,
+    SEAM_CODE,
+    SEAM_METHOD,
+    GradientCheckpointingLayer,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.selective import dispatch
+from hf_ckpt.upstream.torch import FakeTensor, hidden_from_dispatch, num_dispatch_modes
 
 _WORD = 8
 """Bytes that are summed as one integer."""
@@ -512,7 +512,7 @@ def have_other_values(one: Fingerprint | None, other: Fingerprint | None) -> boo
 
 @contextmanager
 def unobserved(
-    hidden: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch,
+    hidden: Callable[[], AbstractContextManager[Any]] = hidden_from_dispatch,
 ) -> Iterator[None]:
     """Run what is in the block without a graph, unseen by the region's own selection, and inside of `hidden()`."""
     setting = dispatch.pause_interception()
@@ -566,7 +566,7 @@ def bit_sums(
             found.append(_bytes_sum(tensor))
         elif is_plain(tensor):
             # Without modes there is nobody to hide it from: no kernel of ours stands for these operators.
-            with unobserved() if torch._C._len_torch_dispatch_stack() else nullcontext():
+            with unobserved() if num_dispatch_modes() else nullcontext():
                 found.append(_bit_sum(tensor.detach(), is_whole, is_sparse))
         elif type(tensor) is FakeTensor and not tensor.is_meta:
             # A simulated step has no values. What takes time here is in `Device.selective_seconds`.

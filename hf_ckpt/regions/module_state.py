@@ -27,6 +27,8 @@ from hf_ckpt.regions import fingerprints
 from hf_ckpt.regions.fingerprints import Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
+from hf_ckpt.upstream.accelerate import HOOK
+from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 
 STATE = "_hf_ckpt_module_state"
 """Attribute of a module whose forward is a region."""
@@ -36,7 +38,7 @@ Values = Callable[[], Tensor]
 
 # Where an engine shards weights, changes of these are refused. The latter are of peft's layers; `scaling` is an
 # attribute of many attention modules too.
-_FLAGS = frozenset({"training", "_active_adapter", "_disable_adapters", "scaling"})
+_FLAGS = frozenset({"training", ACTIVE_ADAPTER, DISABLE_ADAPTERS, "scaling"})
 _MERGED = "merged_adapters"
 _MAIN_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS = (*_MAIN_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -700,5 +702,5 @@ def _all_require_grad(tensors: Sequence[Any]) -> list[bool]:
 
 def _is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate loads the weights of a module for each use."""
-    hook = module.__dict__.get("_hf_hook")
+    hook = module.__dict__.get(HOOK)
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))

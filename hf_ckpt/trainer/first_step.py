@@ -29,12 +29,11 @@ from hf_ckpt.regions.execution_state import (
     is_extra_run,
     is_recomputed,
     is_repeated_by_others,
-    is_transformed,
     tensors_in,
 )
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.stored import stored
-from hf_ckpt.upstream.torch import BACKWARDS, current_graph_task_id, queue_callback
+from hf_ckpt.upstream.torch import BACKWARDS, current_graph_task_id, is_transformed, queue_callback
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import methodcaller
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,17 +59,30 @@ with Feature(
     from torch._C import _will_engine_execute_node as will_engine_execute_node
     from torch._C._autograd import _get_sequence_nr as num_nodes_made
 
-    # Each kind of node has a method of its own: called on nodes as it is, here looked for.
-    sequence_number = torch._C._functions.AccumulateGrad._sequence_nr  # type: ignore[attr-defined]  # not in the stubs
+    # Each kind of node has a method of its own.
+    _of_leaves = torch._C._functions.AccumulateGrad._sequence_nr  # type: ignore[attr-defined]  # not in the stubs
+    sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+if GRAPHS.gone:
+
+    def num_nodes_made() -> int:
+        GRAPHS.warn()
+        return 0
+
+    def sequence_number(node: Any) -> int:
+        return 0
+
 
 with Feature(
     "Telling other checkpointing inside of a plan's region",
     seen="torch 2.11 to 2.14",
     instead="Layers that checkpoint themselves are looked for in the whole stack of calls instead.",
 ) as RUNS_BACKWARD:
-    from torch.autograd.graph import _engine_run_backward as engine_run_backward
+    RUNS_BACKWARD_CODE: CodeType | None = torch.autograd.graph._engine_run_backward.__code__
 
-    RUNS_BACKWARD_CODE = engine_run_backward.__code__
+if RUNS_BACKWARD.gone:
+    RUNS_BACKWARD_CODE = None
+
 RUNS_BACKWARD_NAME = ("torch.autograd.graph", "_engine_run_backward")
 """The module and the name of the function that every backward passes through."""
 
@@ -76,7 +91,7 @@ with Feature(
     seen="torch 2.11 to 2.14",
     instead="Leave retain_graph out, or tiles.",
 ):
-    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+    from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph_of_backward
 
 with Feature(
     "Exchanging the saved-tensor hooks of a region (a layer around its attention, selective modes, tiles)",
@@ -98,6 +113,8 @@ with Feature(
     # How torch's checkpoint stops a recomputation that has all that backward needs.
     from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
+UNPACK_HOOK = _CHECKPOINT.attribute("unpack_hook")
+"""The function in which torch's checkpoint recomputes: when a saved tensor is asked for."""
 RECOMPUTATION_HOOK = _CHECKPOINT.attribute("_recomputation_hook")
 """In the name of the function that takes what a recomputation of torch's checkpoint saves."""
 
@@ -265,6 +282,12 @@ with Feature(
 ):
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
+    def node_class_of(function: type[torch.autograd.Function]) -> Any:
+        """Return the class of the nodes of an autograd function."""
+        return function._backward_cls
+
+    _of_functions = node_class_of(torch.autograd.Function)
+
 with Feature(
     "Telling plain tensors from others (offload, what modules hold)",
     seen="torch 2.11 to 2.14",
@@ -363,6 +386,23 @@ CHECKPOINT_WRAPPED = _WRAPPERS.attribute("_checkpoint_wrapped_module")
 FSDP_WRAPPED = _WRAPPERS.attribute("_fsdp_wrapped_module")
 """The child of FSDP1's wrapper, and what it puts into names."""
 WRAPPER_NAMES = (CHECKPOINT_WRAPPED, FSDP_WRAPPED, COMPILED_INSIDE)
+
+_DEVICES = Feature(
+    "Bringing back the random numbers of devices that are no arguments of a layer",
+    seen="torch 2.11 to 2.14",
+    instead="On a GPU leave dropout out.",
+    of="torch.cuda",
+)
+IS_USED = _DEVICES.attribute("_initialized")
+"""Of `torch.cuda` and the like: whether the device has been used."""
+_DDP = Feature(
+    "The chunked head under DDP with a static graph",
+    seen="torch 2.11 to 2.14",
+    instead="Leave head: chunked out, or static_graph.",
+    of="torch.nn.parallel.distributed",
+)
+DDP_NODE = _DDP.attribute("_DDPSink") + "Backward"
+"""DDP's node around what the model returns: with a static graph its backward reduces the gradients."""
 
 # --- Optimizers. ---
 
@@ -542,18 +582,32 @@ FINDS_SHAPES = _SHARED.attribute("_propagate_tensor_meta_non_cached")
 _COMPILER = Feature(
     "Leaving regions to torch.compile",
     seen="torch 2.11 to 2.14",
-    instead="Regions run uncompiled.",
-    of="torch._dynamo.eval_frame torch._dynamo.symbolic_convert",
+    instead='Regions run uncompiled with backend="eager"; compile with it, or leave torch.compile out.',
+    of="torch torch._dynamo.eval_frame torch._dynamo.symbolic_convert torch._dynamo.decorators",
 )
+INDUCTOR = _COMPILER.attribute("_TorchCompileInductorWrapper")
+IS_CONSTANT = _COMPILER.attribute("_dynamo_marked_constant")
+"""The mark of functions that the compiler calls once, for a constant."""
+AOT_BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_with_mode", "cudagraphs")
+"""Of `torch._dynamo.backends`."""
 
 
 @_COMPILER
-def backend_that_compiles() -> Any:
-    """Return the backend of what is being compiled in this thread; None where nothing is, or it is not known."""
+def brings_back_random_numbers() -> bool:
+    """Whether the backend that compiles in this thread goes through AOTAutograd, as far as that is known."""
     # At import time it takes seconds.
+    from torch._dynamo.backends.common import AotAutograd
     from torch._dynamo.eval_frame import innermost_backend
     from torch._dynamo.symbolic_convert import tls
 
     # Where the graph breaks on the way, this runs when nothing is traced.
     translator = getattr(tls, "current_tx", None)
-    return None if translator is None else innermost_backend(translator.output.compiler_fn)
+    if translator is None:
+        return False
+    outer: Any = innermost_backend(translator.output.compiler_fn)
+    backend = getattr(outer, "compiler_fn", outer)
+    if type(outer).__name__ == INDUCTOR or isinstance(backend, AotAutograd):
+        return True
+    module, name = getattr(backend, "__module__", "") or "", getattr(backend, "__name__", "")
+    is_known = module.startswith("torch._dynamo.backends.") and name in AOT_BACKENDS
+    return is_known or (module, name) == ("torch._inductor.compile_fx", "compile_fx")

@@ -22,7 +22,7 @@ with Feature(
     "Plans through the seam of transformers' layers",
     seen="transformers 5.0 to 5.24",
     instead="Layers get a forward on the instance in its place, to the same result.",
-):
+) as SEAM:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     class _ProbeLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
@@ -37,11 +37,39 @@ with Feature(
     if FUNCTION not in SEAM_CODE.co_names:
         raise AttributeError(name=FUNCTION, obj=GradientCheckpointingLayer)
 
+if SEAM.gone:
+
+    class GradientCheckpointingLayer:  # type: ignore[no-redef]
+        """No layer has the seam."""
+
+
 READS_CACHE_ONLY = "_can_checkpoint_with_cache"
 """Attribute of layer classes, from 5.17 on, that read a cache that others filled, and leave it as it is. Set on a layer
 it has the seam take out no argument by its name, whatever is in there."""
 CACHE_ARGUMENTS = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
 """What layers and their parts call their cache, from 5.0 to 5.24."""
+OTHER_CACHES = frozenset(
+    {
+        "FalconHybridMambaAttentionDynamicCache",
+        "FalconMambaCache",
+        "HybridMambaAttentionDynamicCache",
+        "Lfm2HybridConvCache",
+        "Lfm2MoeHybridConvCache",
+        "Mamba2Cache",
+        "MambaCache",
+        "NemotronHHybridDynamicCache",
+        "OlmoHybridDynamicCache",
+        "Qwen3NextDynamicCache",
+        "Qwen3_5DynamicCache",
+        "Qwen3_5MoeDynamicCache",
+        "ReformerDynamicCache",
+        "Zamba2HybridDynamicCache",
+        "ZambaHybridDynamicCache",
+        "xLSTMCache",
+    }
+)
+"""Caches and recurrent states that are no subclass of `Cache`: those of hybrids until 5.4 (OLMo's until 5.10), of
+Reformer and xLSTM in 5.24 still."""
 CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
 """The field of TrainingArguments: 5.2x has the new name, earlier versions the old one only."""
 
@@ -84,6 +112,7 @@ def attention_of(config: Any) -> str | None:
     return name
 
 
+@_ATTENTION
 def set_attention_unchecked(config: Any, name: str) -> None:
     """Have a model run another attention, with no look at whether it can here."""
     config._attn_implementation_internal = name

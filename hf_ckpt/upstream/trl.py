@@ -42,11 +42,22 @@ def is_of_images(trainer: Any) -> bool:
     return bool(trainer._is_vlm)
 
 
-OWN_STEP = ("_compute_loss", "_prepare_inputs", "_generate", "_generate_single_turn", "_generate_and_score_completions")
+OWN_STEP = tuple(
+    map(
+        _GENERATION.attribute,
+        ("_compute_loss", "_prepare_inputs", "_generate", "_generate_single_turn", "_generate_and_score_completions"),
+    )
+)
 """Methods of a trainer that make a step another one where somebody has replaced them."""
-GENERATED = "_buffered_inputs"
+GENERATED = _GENERATION.attribute("_buffered_inputs")
 """What a trainer has generated before a step."""
-WITHOUT_DATA = ("_prepare_dataset", "_send_telemetry")
+_CONSTRUCTORS = Feature(
+    "Simulating the losses of trl's trainers (estimate, plan)",
+    seen="trl 1.16",
+    instead="Use trainer: sft, or measure a step (hf-ckpt profile).",
+    of="trl.trainer.dpo_trainer trl.trainer.base_trainer trl.trainer.utils",
+)
+WITHOUT_DATA = (_CONSTRUCTORS.attribute("_prepare_dataset"), _CONSTRUCTORS.attribute("_send_telemetry"))
 """Methods of a trainer's constructor that a simulation leaves out."""
 
 # --- The fused head of SFT: an autograd function, and what it calls for a tile of logits. ---
