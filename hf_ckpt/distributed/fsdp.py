@@ -19,7 +19,6 @@ from hf_ckpt.structure.stored import stored
 from hf_ckpt.upstream import accelerate
 from hf_ckpt.upstream.torch import (
     FSDP_WRAPPED,
-    apply_activation_checkpointing,
     flat_parameter,
     flattened_modules,
     frees_after_forward,
@@ -27,6 +26,7 @@ from hf_ckpt.upstream.torch import (
     owner_of,
     shard_of,
     sharded_parameters,
+    visitor_of_modules,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], N
             make()
         return module
 
-    apply_activation_checkpointing()(model, checkpoint_wrapper_fn=set_on, check_fn=lambda module: module in settings)
+    visitor_of_modules()(model, checkpoint_wrapper_fn=set_on, check_fn=lambda module: module in settings)
     assert not settings, "torch visits every module below the model"
 
 

@@ -16,6 +16,7 @@ error. What can go on without its feature has another definition behind the bloc
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import importlib
 import importlib.metadata
@@ -117,11 +118,11 @@ class Feature:
             f"{self._seen}. {self._instead}"
         )
 
-    def warn(self) -> None:
+    def warn(self, name: str | None = None) -> None:
         """Log, once, that something goes on without the feature."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("%s", self.message(self.gone or "a name"))
+            logger.warning("%s", self.message(name or self.gone or "a name"))
 
     def names_gone(self) -> Iterator[str]:
         """Yield the names that are missing, as far as can be told without using them."""
@@ -152,6 +153,9 @@ class _StandIn(type):
     feature: Feature
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise cls.feature.error()
+
+    def __iter__(cls) -> Any:
         raise cls.feature.error()
 
     def __getattr__(cls, name: str) -> Any:
@@ -206,10 +210,11 @@ def _name_in(error: ImportError | AttributeError) -> str:
 
 
 def _names_of(code: CodeType) -> set[str]:
-    """Return the private names that a function reads, as attributes or by `getattr`."""
+    """Return the private names that a function reads, as attributes or by `getattr`, and all that it imports."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
-    return set(filter(_is_private, (*code.co_names, *texts))).union(*map(_names_of, inner))
+    imported = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_FROM"}
+    return imported.union(filter(_is_private, (*code.co_names, *texts)), *map(_names_of, inner))
 
 
 def _is_private(name: str) -> bool:

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hf_ckpt.upstream import Feature
 
+_feature = partial(Feature, seen="accelerate 1.7 to 1.15")
+
 # --- The state of a process, which all objects of a kind share. ---
 
-_STATE = Feature(
+_STATE = _feature(
     "Reading accelerate's engine without starting one (FSDP, verify, losses of trl in estimate)",
-    seen="accelerate 1.7 to 1.15",
     instead="Use DDP, and a fixed policy.",
     of="accelerate.state",
 )
 
 
-@_STATE
+SHARED_STATE = _STATE.attribute("_shared_state")
+
+
 def fsdp_plugin() -> Any:
     """Return accelerate's description of FSDP, or None where accelerate does not shard the model."""
     from accelerate.state import AcceleratorState
 
     # Asking AcceleratorState for its plugin would start one where there is none.
-    return AcceleratorState._shared_state.get("fsdp_plugin")
+    state: dict[str, Any] | None = getattr(AcceleratorState, SHARED_STATE, None)
+    if state is None:
+        _STATE.warn(f"AcceleratorState.{SHARED_STATE}")
+        return None
+    return state.get("fsdp_plugin")
 
 
 @_STATE
 def shared_state(kind: Any) -> dict[str, Any]:
     """Return what all objects of a kind of state hold; empty where there is none."""
-    found: dict[str, Any] = kind._shared_state
+    found: dict[str, Any] = getattr(kind, SHARED_STATE)
     return found
 
 
@@ -41,11 +49,8 @@ def forget_state() -> None:
     GradientState._reset_state()
 
 
-_ACCUMULATION = Feature(
-    'on_oom="escalate" with gradient accumulation',
-    seen="accelerate 1.7 to 1.15",
-    instead='Leave on_oom="escalate" out.',
-    of="accelerate.state",
+_ACCUMULATION = _feature(
+    'on_oom="escalate" with gradient accumulation', instead='Leave on_oom="escalate" out.', of="accelerate.state"
 )
 
 
@@ -57,9 +62,8 @@ def set_sync_gradients(gradient_state: Any) -> Any:
 
 # --- What it leaves on modules. ---
 
-_ON_MODULES = Feature(
+_ON_MODULES = _feature(
     "Plans on models that accelerate has put hooks or autocast around",
-    seen="accelerate 1.7 to 1.15",
     instead="Load the model without a device_map, and apply the plan before accelerate prepares it.",
     of="accelerate.hooks accelerate.accelerator",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import methodcaller
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 else:
     __getattr__ = stand_ins(__name__)
 
+_feature = partial(Feature, seen="torch 2.11 to 2.14")
+_NO_SIMULATION = 'Use a fixed policy, such as "full", which needs no simulation.'
+_OTHER_MODE = 'Use mode "full" or "ffn".'
+
 # --- The engine of autograd. ---
 
-with Feature(
+with _feature(
     "Raising errors when a backward ends, and telling one backward from another,",
-    seen="torch 2.11 to 2.14",
     instead="Without it they are raised where they are found, and the first step is not held against the original.",
 ) as BACKWARDS:
     from torch._C import _current_graph_task_id as current_graph_task_id
@@ -44,16 +48,11 @@ if BACKWARDS.gone:
         return NO_BACKWARD
 
 
-with Feature(
-    "Simulating a backward",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
-):
+with _feature("Simulating a backward", instead=_NO_SIMULATION):
     run_backward = torch.autograd.Variable._execution_engine.run_backward
 
-with Feature(
+with _feature(
     "Holding gradients of the first step against those of the original forward",
-    seen="torch 2.11 to 2.14",
     instead="Its outputs are held against the original's all the same.",
 ) as GRAPHS:
     from torch._C import _will_engine_execute_node as will_engine_execute_node
@@ -73,9 +72,8 @@ if GRAPHS.gone:
         return 0
 
 
-with Feature(
+with _feature(
     "Telling other checkpointing inside of a plan's region",
-    seen="torch 2.11 to 2.14",
     instead="Layers that checkpoint themselves are looked for in the whole stack of calls instead.",
 ) as RUNS_BACKWARD:
     RUNS_BACKWARD_CODE: CodeType | None = torch.autograd.graph._engine_run_backward.__code__
@@ -86,16 +84,11 @@ if RUNS_BACKWARD.gone:
 RUNS_BACKWARD_NAME = ("torch.autograd.graph", "_engine_run_backward")
 """The module and the name of the function that every backward passes through."""
 
-with Feature(
-    "tiles: a backward with retain_graph=True",
-    seen="torch 2.11 to 2.14",
-    instead="Leave retain_graph out, or tiles.",
-):
+with _feature("tiles: a backward with retain_graph=True", instead="Leave retain_graph out, or tiles."):
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph_of_backward
 
-with Feature(
+with _feature(
     "Exchanging the saved-tensor hooks of a region (a layer around its attention, selective modes, tiles)",
-    seen="torch 2.11 to 2.14",
     instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
 ) as SAVED_TENSORS:
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
@@ -104,12 +97,7 @@ with Feature(
 
 # --- torch.utils.checkpoint. ---
 
-with Feature(
-    "Selective recomputation",
-    seen="torch 2.11 to 2.14",
-    instead='Use mode "full" or "ffn".',
-    of="torch.utils.checkpoint",
-) as _CHECKPOINT:
+with _feature("Selective recomputation", instead=_OTHER_MODE, of="torch.utils.checkpoint") as _CHECKPOINT:
     # How torch's checkpoint stops a recomputation that has all that backward needs.
     from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
@@ -120,28 +108,15 @@ RECOMPUTATION_HOOK = _CHECKPOINT.attribute("_recomputation_hook")
 
 # --- Ways to differentiate. ---
 
-with Feature(
+with _feature(
     "Refusing transforms of torch.func and forward-mode derivatives around a region",
-    seen="torch 2.11 to 2.14",
     instead="Call a model under a plan outside of them: torch raises from somewhere inside.",
 ) as TRANSFORMS:
-    from torch._C import DispatchKeySet
-    from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_key_excluded
-    from torch._C import _dispatch_tls_is_dispatch_key_included as is_key_included
-    from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
     from torch._C._functorch import peek_interpreter_stack
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.autograd import forward_ad
 
-    BATCHED_BACKWARD = torch._C._dispatch_key_parse("VmapMode")
-    """Set in a thread while `is_grads_batched=True` vectorizes a backward there; `torch.vmap` has an interpreter."""
     _no_level = forward_ad._current_level
-
-    def is_transformed() -> bool:
-        """Whether a transform of torch.func is at work, or a backward of several gradients at once."""
-        return peek_interpreter_stack() is not None or (
-            bool(is_key_included(BATCHED_BACKWARD)) and not is_key_excluded(BATCHED_BACKWARD)
-        )
 
     def has_forward_derivatives() -> bool:
         """Whether forward-mode derivatives are at work."""
@@ -150,37 +125,68 @@ with Feature(
 
 if TRANSFORMS.gone:
 
-    def is_transformed() -> bool:
-        """Say that it is not known."""
+    def peek_interpreter_stack() -> Any:  # type: ignore[misc]  # None, always
         TRANSFORMS.warn()
+
+    def has_forward_derivatives() -> bool:
         return False
 
-    has_forward_derivatives = is_transformed
+
+with _feature(
+    "Selective recomputation by kernels of our own, and backwards of several gradients at once (is_grads_batched),",
+    instead="A dispatch mode follows each operator instead, which costs host time; ask for one gradient at a time.",
+) as KEYS:
+    from torch._C import DispatchKeySet
+    from torch._C import _dispatch_dump_table as dispatch_table
+    from torch._C import _dispatch_has_kernel as has_kernel
+    from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel_for_key
+    from torch._C import _dispatch_key_parse as dispatch_key
+    from torch._C import _dispatch_keyset_full_after as keys_after
+    from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_key_excluded
+    from torch._C import _dispatch_tls_is_dispatch_key_included as is_key_included
+    from torch._C import _dispatch_tls_set_dispatch_key_included as set_key_included
+    from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
+    from torch._C import _jit_get_all_schemas as all_schemas
+    from torch._guards import TracingContext
+
+    def redispatch_of(function: Any) -> Callable[..., Any]:
+        """Return what calls an operator below some dispatch keys."""
+        found: Callable[..., Any] = function._handle.redispatch_boxed
+        return found
+
+    _below_product = redispatch_of(torch.ops.aten.mm.default)
+    BATCHED_BACKWARD = dispatch_key("VmapMode")
+    """Set in a thread while `is_grads_batched=True` vectorizes a backward there; `torch.vmap` has an interpreter."""
+
+    def is_transformed() -> bool:
+        """Whether a transform of torch.func is at work, or a backward of several gradients at once."""
+        return peek_interpreter_stack() is not None or (
+            bool(is_key_included(BATCHED_BACKWARD)) and not is_key_excluded(BATCHED_BACKWARD)
+        )
+
+
+if KEYS.gone:
+
+    def is_transformed() -> bool:
+        KEYS.warn()
+        return peek_interpreter_stack() is not None
 
 # --- The dispatcher. ---
 
-with Feature(
-    "Simulating a step",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
-) as MODES:
-    from torch.utils._mode_utils import no_dispatch
-    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-
-with Feature(
+with _feature(
     "Following the operators of a step (selective modes without kernels, simulation, verify, calibrate)",
-    seen="torch 2.11 to 2.14",
-    instead='Use mode "full" or "ffn".',
+    instead=_OTHER_MODE,
 ):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-with Feature(
-    "Hiding the checks of a step from dispatch modes of others",
-    seen="torch 2.11 to 2.14",
-    instead="A mode of others sees the operators of the checks too.",
+with _feature(
+    "Hiding from dispatch modes what is none of the step (checks, and all of a simulation)",
+    instead='Modes of others see the operators of the checks too; use a fixed policy, such as "full", and not auto.',
 ) as HIDING:
-    hidden_from_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
-    """Takes the modes away."""
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+    hidden_from_modes: Callable[[], AbstractContextManager[Any]] = disable_current_modes
+    """Takes the modes away, or goes on without."""
     hidden_from_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
     """Passes by the modes and the classes of tensors."""
 
@@ -192,9 +198,8 @@ if HIDING.gone:
 
     hidden_from_dispatch = hidden_from_modes
 
-with Feature(
+with _feature(
     "Telling which dispatch modes are entered",
-    seen="torch 2.11 to 2.14",
     instead="One is taken to be: selective modes follow each operator by a mode, which costs host time.",
 ) as MODE_STACK:
     from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
@@ -213,32 +218,7 @@ if MODE_STACK.gone:
         return []
 
 
-with Feature(
-    "Selective recomputation by kernels of our own",
-    seen="torch 2.11 to 2.14",
-    instead="A dispatch mode follows each operator instead, to the same result; it costs host time.",
-) as KERNELS:
-    from torch._C import _dispatch_dump_table as dispatch_table
-    from torch._C import _dispatch_has_kernel as has_kernel
-    from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel_for_key
-    from torch._C import _dispatch_key_parse as dispatch_key
-    from torch._C import _dispatch_keyset_full_after as keys_after
-    from torch._C import _dispatch_tls_set_dispatch_key_included as set_key_included
-    from torch._C import _jit_get_all_schemas as all_schemas
-    from torch._guards import TracingContext
-
-    def redispatch_of(function: Any) -> Callable[..., Any]:
-        """Return what calls an operator below some dispatch keys."""
-        found: Callable[..., Any] = function._handle.redispatch_boxed
-        return found
-
-    _below_product = redispatch_of(torch.ops.aten.mm.default)
-
-with Feature(
-    "Knowing what operators write and return (selective modes, simulation)",
-    seen="torch 2.11 to 2.14",
-    instead='Use mode "full" or "ffn".',
-):
+with _feature("Knowing what operators write and return (selective modes, simulation)", instead=_OTHER_MODE):
     _of_product = torch.ops.aten.mm.default._schema
 
     def schema_of(function: Any) -> Any:
@@ -246,19 +226,12 @@ with Feature(
         return getattr(function, "_schema", None)
 
 
-with Feature(
-    "Simulating what operators cost",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
-):
+with _feature("Simulating what operators cost", instead=_NO_SIMULATION):
     from torch._C import DisableTorchFunction
     from torch._ops import OperatorBase
+    from torch.utils._mode_utils import no_dispatch
 
-with Feature(
-    "Keeping the outputs of adapted layers in selective modes",
-    seen="torch 2.11 to 2.14",
-    instead='Use mode "full" or "ffn".',
-):
+with _feature("Keeping the outputs of adapted layers in selective modes", instead=_OTHER_MODE):
     from torch._C import DisableTorchFunctionSubclass
     from torch._C import _disabled_torch_function_impl as disabled_torch_function
 
@@ -268,29 +241,39 @@ with Feature(
 
 # --- Tensors. ---
 
-with Feature(
+with _feature(
     "Walking through nested arguments (a layer around its attention, selective modes, the chunked head, simulation)",
-    seen="torch 2.11 to 2.14",
     instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
-):
+) as TREES:
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-with Feature(
+if TREES.gone:
+
+    def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+        """Walk through tuples, lists and dictionaries alone."""
+        TREES.warn()
+        if not isinstance(tree, dict | tuple | list):
+            return [tree]
+        inside = tree.values() if isinstance(tree, dict) else tree
+        return [leaf for each in inside for leaf in tree_leaves(each)]
+
+
+with _feature(
     "Stand-ins for tensors (selective modes with adapters, the chunked head, modules that make tensors anew)",
-    seen="torch 2.11 to 2.14",
     instead='Use mode "full" or "ffn", and no chunked head.',
 ):
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+_HEAD = _feature("head: chunked", instead="Leave it out.", of="torch.autograd.function")
 
-    def node_class_of(function: type[torch.autograd.Function]) -> Any:
-        """Return the class of the nodes of an autograd function."""
-        return function._backward_cls
 
-    _of_functions = node_class_of(torch.autograd.Function)
+@_HEAD
+def node_class_of(function: Any) -> Any:
+    """Return the class of the nodes of an autograd function."""
+    return function._backward_cls
 
-with Feature(
+
+with _feature(
     "Telling plain tensors from others (offload, what modules hold)",
-    seen="torch 2.11 to 2.14",
     instead='Use mode "full" or "ffn" without offload.',
 ) as TENSORS:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -302,11 +285,7 @@ with Feature(
 
 # --- Fake tensors. ---
 
-with Feature(
-    "Fake tensors (auto, estimate, plan)",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
-):
+with _feature("Fake tensors (auto, estimate, plan)", instead=_NO_SIMULATION):
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -314,31 +293,18 @@ with Feature(
         FakeTensorMode,
     )
 
-with Feature(
-    "Making fake tensors at once (auto, estimate, plan)",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
-):
+with _feature("Making fake tensors at once (auto, estimate, plan)", instead=_NO_SIMULATION):
     from torch._C import _get_dispatch_mode as dispatch_mode
     from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_mutable_data_ptr
     from torch._C import _TorchDispatchModeKey as DispatchModeKey
 
     make_subclass = torch.Tensor._make_subclass
 
-_PARAMETERS = Feature(
-    "Making fake parameters (auto, estimate, plan)",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
-    of="torch.nn.parameter",
-)
+_PARAMETERS = _feature("Making fake parameters (auto, estimate, plan)", instead=_NO_SIMULATION, of="torch.nn.parameter")
 IS_PARAMETER = _PARAMETERS.attribute("_is_param")
 """The mark that makes a tensor a parameter."""
 
-with Feature(
-    "Simulating what CUDA's kernels keep, and what optimizers and engines make",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
-):
+with _feature("Simulating what CUDA's kernels keep, and what optimizers and engines make", instead=_NO_SIMULATION):
     from torch import _fused_sdp_choice as fused_sdp_choice
     from torch import _softmax as softmax
 
@@ -359,18 +325,15 @@ with Feature(
 
 # --- Modules. ---
 
-with Feature(
-    "Telling layers that look over positions or draw random numbers",
-    seen="torch 2.11 to 2.14",
-    instead="Leave tiles out of the policy.",
+with _feature(
+    "Telling layers that look over positions or draw random numbers", instead="Leave tiles out of the policy."
 ):
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.conv import _ConvNd as ConvNd
     from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 
-_WRAPPERS = Feature(
+_WRAPPERS = _feature(
     "Looking inside of what torch wraps modules in (torch.compile, FSDP1, torch's own checkpointing)",
-    seen="torch 2.11 to 2.14",
     instead="Compile the layers alone, use FSDP2, and leave torch's own checkpointing out.",
     of=(
         "torch._dynamo.eval_frame torch.nn.modules.module torch.distributed.fsdp._common_utils "
@@ -387,17 +350,15 @@ FSDP_WRAPPED = _WRAPPERS.attribute("_fsdp_wrapped_module")
 """The child of FSDP1's wrapper, and what it puts into names."""
 WRAPPER_NAMES = (CHECKPOINT_WRAPPED, FSDP_WRAPPED, COMPILED_INSIDE)
 
-_DEVICES = Feature(
+_DEVICES = _feature(
     "Bringing back the random numbers of devices that are no arguments of a layer",
-    seen="torch 2.11 to 2.14",
     instead="On a GPU leave dropout out.",
     of="torch.cuda",
 )
 IS_USED = _DEVICES.attribute("_initialized")
 """Of `torch.cuda` and the like: whether the device has been used."""
-_DDP = Feature(
+_DDP = _feature(
     "The chunked head under DDP with a static graph",
-    seen="torch 2.11 to 2.14",
     instead="Leave head: chunked out, or static_graph.",
     of="torch.nn.parallel.distributed",
 )
@@ -406,10 +367,8 @@ DDP_NODE = _DDP.attribute("_DDPSink") + "Backward"
 
 # --- Optimizers. ---
 
-with Feature(
-    'on_oom="escalate": an optimizer step in parts',
-    seen="torch 2.11 to 2.14",
-    instead="An optimizer step that runs out of memory ends the run.",
+with _feature(
+    'on_oom="escalate": an optimizer step in parts', instead="An optimizer step that runs out of memory ends the run."
 ) as OPTIMIZERS:
     from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_pre_hooks
@@ -418,9 +377,8 @@ with Feature(
 MAKES_STATE = "_init_group"
 """The method of torch's optimizers that makes the state of a group, before anything of the group is written."""
 
-_SAMPLERS = Feature(
+_SAMPLERS = _feature(
     "Naming the examples of a batch that has run out of memory",
-    seen="torch 2.11 to 2.14",
     instead="Where a sampler draws fewer examples than there are, its sizes alone are named.",
     of="torch.utils.data.sampler",
 )
@@ -429,16 +387,13 @@ NUM_SAMPLES = _SAMPLERS.attribute("_num_samples")
 
 # --- Processes, and engines that shard. ---
 
-with Feature(
-    "Agreeing with the other processes of a run",
-    seen="torch 2.11 to 2.14",
-    instead="Train in one process, or use another version of torch.",
+with _feature(
+    "Agreeing with the other processes of a run", instead="Train in one process, or use another version of torch."
 ):
     from torch.distributed.distributed_c10d import _get_default_store as default_store
 
-_FSDP1 = Feature(
+_FSDP1 = _feature(
     "A plan under FSDP1",
-    seen="torch 2.11 to 2.14",
     instead="Use FSDP2 (fsdp_version: 2).",
     of="torch.distributed.fsdp.fully_sharded_data_parallel torch.distributed.fsdp._flat_param",
 )
@@ -477,9 +432,8 @@ def flattened_shapes(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, st
     return shapes
 
 
-_FSDP2 = Feature(
+_FSDP2 = _feature(
     "A plan under FSDP2",
-    seen="torch 2.11 to 2.14",
     instead="Use FSDP1 (fsdp_version: 1), or DDP.",
     of=(
         "torch.distributed.fsdp._fully_shard._fully_shard torch.distributed.fsdp._fully_shard._fsdp_state "
@@ -534,26 +488,22 @@ def groups_of(unit: Any) -> list[Any]:
 FSDP_MANAGED = _FSDP2.attribute("_is_fsdp_managed_module")
 """The mark that both versions of FSDP leave on modules whose weights they gather."""
 
-_APPLYING = Feature(
-    "A plan under FSDP",
-    seen="torch 2.11 to 2.14",
-    instead="Use DDP.",
-    of="torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+_APPLYING = _feature(
+    "A plan under FSDP", instead="Use DDP.", of="torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 )
 
 
 @_APPLYING
-def apply_activation_checkpointing() -> Callable[..., None]:
+def visitor_of_modules() -> Callable[..., None]:
     """Return torch's own way to visit the modules of a model that FSDP has sharded."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-    return checkpoint_wrapper.apply_activation_checkpointing
+    return apply_activation_checkpointing
 
 
-with Feature(
+with _feature(
     "Simulating tensor parallelism",
-    seen="torch 2.11 to 2.14",
-    instead='Use a fixed policy, such as "full", which needs no simulation.',
+    instead=_NO_SIMULATION,
     of="torch.distributed.tensor._api torch.distributed.tensor._dispatch torch.distributed.tensor._sharding_prop",
 ) as _SHARED:
     # What a collective returns before it has ended.
@@ -579,11 +529,13 @@ FINDS_SHAPES = _SHARED.attribute("_propagate_tensor_meta_non_cached")
 
 # --- The compiler. ---
 
-_COMPILER = Feature(
+_COMPILER = _feature(
     "Leaving regions to torch.compile",
-    seen="torch 2.11 to 2.14",
     instead='Regions run uncompiled with backend="eager"; compile with it, or leave torch.compile out.',
-    of="torch torch._dynamo.eval_frame torch._dynamo.symbolic_convert torch._dynamo.decorators",
+    of=(
+        "torch torch._dynamo.eval_frame torch._dynamo.symbolic_convert torch._dynamo.decorators "
+        "torch._dynamo.backends.common"
+    ),
 )
 INDUCTOR = _COMPILER.attribute("_TorchCompileInductorWrapper")
 IS_CONSTANT = _COMPILER.attribute("_dynamo_marked_constant")

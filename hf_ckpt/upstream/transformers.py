@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.upstream import Feature, stand_ins
@@ -12,15 +13,16 @@ from hf_ckpt.upstream import Feature, stand_ins
 if not TYPE_CHECKING:
     __getattr__ = stand_ins(__name__)
 
+_feature = partial(Feature, seen="transformers 5.0 to 5.24")
+
 # --- The seam: a layer hands its forward to a checkpoint function. ---
 
 FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
 FORWARD = "forward"
 
-with Feature(
+with _feature(
     "Plans through the seam of transformers' layers",
-    seen="transformers 5.0 to 5.24",
     instead="Layers get a forward on the instance in its place, to the same result.",
 ) as SEAM:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -75,9 +77,8 @@ CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
 
 # --- Models and configs. ---
 
-_MODELS = Feature(
+_MODELS = _feature(
     "Knowing what of a model is for loading, saving and generation alone",
-    seen="transformers 5.0 to 5.24",
     instead="Saved files are not looked at (check_saved_files: off), and steps of trl's GRPO and RLOO not simulated.",
     of="transformers.modeling_utils transformers.initialization transformers.generation.utils",
 )
@@ -94,9 +95,8 @@ OF_MODELS = frozenset(f"{_OF_MODEL} {_OF_LOADING} _keys_to_ignore_on_load_missin
 ENDS_GENERATION = _MODELS.attribute("_get_stopping_criteria")
 """The method of a model that says when generation ends."""
 
-_ATTENTION = Feature(
+_ATTENTION = _feature(
     "Telling which attention a model runs (packing, auto, estimate, plan)",
-    seen="transformers 5.0 to 5.24",
     instead='Set data.packing to false, and use a fixed policy, such as "full".',
     of="transformers.configuration_utils",
 )
@@ -118,9 +118,8 @@ def set_attention_unchecked(config: Any, name: str) -> None:
     config._attn_implementation_internal = name
 
 
-_MAPPINGS = Feature(
+_MAPPINGS = _feature(
     "Saying what a model that reads images is trained with",
-    seen="transformers 5.0 to 5.24",
     instead="It is said that no causal language model can be made of its config.",
     of="transformers.models.auto.modeling_auto",
 )
@@ -142,12 +141,7 @@ def has_chunk_masks_by_document() -> bool:
 LOSS_SHIFTS = "_loss_shifts_labels"
 """Attribute of a Trainer: whether its loss leaves out the first label of each row (from 5.2x on)."""
 
-_SAVING = Feature(
-    'on_oom="escalate"',
-    seen="transformers 5.0 to 5.24",
-    instead='Leave on_oom="escalate" out.',
-    of="transformers.trainer",
-)
+_SAVING = _feature('on_oom="escalate"', instead='Leave on_oom="escalate" out.', of="transformers.trainer")
 BETWEEN_STEPS = _SAVING.attribute("_maybe_log_save_evaluate")
 """The Trainer's method for all that comes after a step."""
 
@@ -158,9 +152,8 @@ def save_rng_state(trainer: Any) -> Any:
     return trainer._save_rng_state
 
 
-_ZERO3 = Feature(
+_ZERO3 = _feature(
     "Making a model on one process under ZeRO-3",
-    seen="transformers 5.0 to 5.24",
     instead="Use ZeRO-2, FSDP or DDP.",
     of="transformers.integrations.deepspeed",
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hf_ckpt.upstream import Feature
 
-_GENERATION = Feature(
+_feature = partial(Feature, seen="trl 1.16")
+
+_GENERATION = _feature(
     "Simulating the steps of trl's GRPO and RLOO (auto, estimate, plan)",
-    seen="trl 1.16",
     instead='Use a fixed policy, such as "full".',
     of="trl.trainer.grpo_trainer",
 )
@@ -51,9 +53,8 @@ OWN_STEP = tuple(
 """Methods of a trainer that make a step another one where somebody has replaced them."""
 GENERATED = _GENERATION.attribute("_buffered_inputs")
 """What a trainer has generated before a step."""
-_CONSTRUCTORS = Feature(
+_CONSTRUCTORS = _feature(
     "Simulating the losses of trl's trainers (estimate, plan)",
-    seen="trl 1.16",
     instead="Use trainer: sft, or measure a step (hf-ckpt profile).",
     of="trl.trainer.dpo_trainer trl.trainer.base_trainer trl.trainer.utils",
 )
@@ -62,9 +63,8 @@ WITHOUT_DATA = (_CONSTRUCTORS.attribute("_prepare_dataset"), _CONSTRUCTORS.attri
 
 # --- The fused head of SFT: an autograd function, and what it calls for a tile of logits. ---
 
-_HEAD = Feature(
+_HEAD = _feature(
     "Simulating trl's fused head as it runs on CUDA",
-    seen="trl 1.16",
     instead="Its operators on a CPU are simulated, which take more memory.",
     of="trl.trainer.utils trl.kernels.chunked_logprob",
 )

@@ -123,9 +123,6 @@ class _Deferred(torch.autograd.Function):
         return nothing
 
 
-_DEFERRED_NODE: Any = node_class_of(_Deferred)
-
-
 def allows_gradient(logits: DeferredLogits) -> bool:
     """Whether a gradient is to flow through what is computed from logits now.
 
@@ -175,7 +172,7 @@ def _nodes_around(logits: DeferredLogits) -> set[str]:
     names: set[str] = set()
     node, place = logits.grad_fn, logits.output_nr
     while node is not None:
-        if isinstance(node, _DEFERRED_NODE):
+        if isinstance(node, node_class_of(_Deferred)):
             # What the head's own logits come from are the hidden states.
             node, place = node.next_functions[0] if node.is_made_of_logits else (None, 0)
             continue

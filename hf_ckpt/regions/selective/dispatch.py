@@ -25,7 +25,7 @@ from torch.library import Library, fallthrough_kernel
 
 from hf_ckpt.regions.selective.save_rules import OperatorKind, OperatorRole, operator_kind, role_of
 from hf_ckpt.upstream.torch import (
-    KERNELS,
+    KEYS,
     TorchDispatchMode,
     TracingContext,
     all_schemas,
@@ -145,8 +145,8 @@ class KernelInterception:
 @cache
 def kernels_are_possible() -> bool:
     """Whether torch leaves the key unused."""
-    if KERNELS.gone:
-        KERNELS.warn()
+    if KEYS.gone:
+        KEYS.warn()
         return False
     try:
         dispatch_key(_KEY_NAME)
