@@ -555,17 +555,20 @@ def bit_sums(
     if not reads_late and any(map(is_read_late, tensors)):
         return []
     found: list[BitSum] = []
+    is_seen = torch._C._len_torch_dispatch_stack() > 0
     for tensor in tensors:
-        # The host may have no time to lose: a handful of calls for each.
-        if is_plain(tensor):
-            if not (is_late := is_read_late(tensor)) and tensor.nbytes <= _AS_BYTES and tensor.is_contiguous():
-                found.append(_bytes_sum(tensor))
-            elif torch._C._len_torch_dispatch_stack():
-                with unobserved():
-                    found.append(_bit_sum(tensor, is_late, is_whole, is_sparse))
-            else:
-                # There is nobody to hide it from: no kernel of ours stands for these operators.
-                found.append(_bit_sum(tensor, is_late, is_whole, is_sparse))
+        # First what there is most of where the host has no time to lose.
+        if (
+            type(tensor) is Tensor
+            and tensor.is_contiguous()
+            and tensor.nbytes <= _AS_BYTES
+            and not is_read_late(tensor)
+        ):
+            found.append(_bytes_sum(tensor))
+        elif is_plain(tensor):
+            # Without modes there is nobody to hide it from: no kernel of ours stands for these operators.
+            with unobserved() if is_seen else nullcontext():
+                found.append(_bit_sum(tensor, is_whole, is_sparse))
         elif type(tensor) is FakeTensor and not tensor.is_meta:
             # A simulated step has no values. What takes time here is in `Device.selective_seconds`.
             found.append(tensor.new_empty((), dtype=torch.int64) if is_read_late(tensor) else 0)
@@ -577,7 +580,8 @@ def _bytes_sum(tensor: Tensor) -> int:
     return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(address)) if address else 0
 
 
-def _bit_sum(tensor: Tensor, is_late: bool, is_whole: bool, is_sparse: bool) -> BitSum:
+def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> BitSum:
+    is_late = is_read_late(tensor)
     if not is_late and tensor.nbytes <= _AS_BYTES:
         return _bytes_sum(tensor.contiguous())
     if tensor.requires_grad:
@@ -626,7 +630,7 @@ def sums_differ(before: Sequence[BitSum], now: Sequence[BitSum]) -> bool | Tenso
         return True
     if not lates:
         return False
-    with unobserved() if torch._C._len_torch_dispatch_stack() else nullcontext():
+    with unobserved():
         if len({each.device for each in lates}) > 1:
             return any(bool(one != other) for one, other in zip(lates, lates_now, strict=True))
         return (torch.stack(lates) != torch.stack(lates_now)).any()
