@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
@@ -171,7 +172,7 @@ class CallState:
     `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_module", "_note", "_state", "_takes_gradients")
+    __slots__ = ("_found", "_module", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -182,6 +183,8 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
+        # From `setting` until the forward begins.
+        self._found: _Layout | None = None
         self._takes_gradients = False
 
     @property
@@ -213,6 +216,12 @@ class CallState:
         module: nn.Module | None = self._module
         return module
 
+    def modules_of(self, module: nn.Module) -> Iterable[nn.Module]:
+        """Return a module and those inside; without a walk, if it is the one that runs."""
+        if self._state is None or module is not self._module:
+            return module.modules()
+        return self._state.layout(module).modules
+
     @property
     def errors(self) -> PendingErrors | None:
         """Those of the plan."""
@@ -222,7 +231,7 @@ class CallState:
         """Return what tells hooks and settings from others; None where others have changed one since the last run."""
         if self._state is None:
             return ()
-        layout = self._state.layout(self._module)
+        layout = self._found = self._state.layout(self._module)
         if layout.held.has_changed():
             return None
         return self._state.path, layout.held.num_changes, *layout.hooks_now()
@@ -240,8 +249,10 @@ class CallState:
         me = state.enter()
         try:
             if self._note is None:
-                layout = state.layout(self._module)
-                before, held, above = layout.identities(), layout.held.note(), layout.above.note()
+                found, self._found = self._found, None
+                layout = found or state.layout(self._module)
+                held = layout.held.note(is_looked_at=found is not None)
+                before, above = layout.identities(), layout.above.note()
                 yield
                 layout.held.end_forward(held)
                 layout.above.end_forward(above)
@@ -271,7 +282,9 @@ class _Layout:
         self.held = HeldState({module: path for path, module in root.named_modules()})
         self.above = HeldState(above, is_above=True)
         # Those without children too: a parametrization gives a linear layer its first one.
-        self._lists = [module._modules for module in self.modules]
+        self._all_children = [module._modules for module in self.modules]
+        self._sizes = list(map(len, self._all_children))
+        self._lists = list(filter(None, self._all_children))
         self._children = self._children_now()
         self.is_sharded = is_managed(root)
         self.shards = list(shards)
@@ -313,7 +326,7 @@ class _Layout:
 
     def has_same_children(self) -> bool:
         """Whether the same modules are there."""
-        return self._children_now() == self._children
+        return list(map(len, self._all_children)) == self._sizes and self._children_now() == self._children
 
     def lost_children(self) -> list[str]:
         """Name the modules that are gone."""
@@ -437,13 +450,15 @@ class _Note:
             self._check_names(state, now.differences(found.shape))
         # Copies of tensors alone another thread need not find.
         is_shared = state.runs_elsewhere() and is_same and not changes
-        with ExitStack() as entered:
-            if not is_shared and (changes or found.has_copies or not is_same):
-                entered.enter_context(state.set_for_this_thread(changes))
-            entered.enter_context(held.as_in_forward(found, now, _refusing(state), is_shared=is_shared))
-            if not state.runs_elsewhere():
-                above = self._layout.above
-                entered.enter_context(above.as_in_forward(self._above, above.look(), _refusing(state), is_shared=False))
+        is_set = not is_shared and (changes or found.has_copies or not is_same)
+        refuse, above = partial(state.refuse, todo=_BEFORE_THAT), layout.above
+        with (
+            state.set_for_this_thread(changes) if is_set else nullcontext(),
+            held.as_in_forward(found, now, refuse, is_shared=is_shared),
+            nullcontext()
+            if state.runs_elsewhere()
+            else above.as_in_forward(self._above, above.look(), refuse, is_shared=False),
+        ):
             yield
 
     def weights(self) -> list[Any]:
@@ -527,10 +542,6 @@ class _Note:
             self._refuse_sharded(state)
 
 
-def _refusing(state: ModuleState) -> Callable[[str, Sequence[str]], None]:
-    return partial(state.refuse, todo=_BEFORE_THAT)
-
-
 def _refuse_slices(state: ModuleState, names: Sequence[str]) -> NoReturn:
     raise UnsupportedError(
         f"{state.path} is to run in tiles, but it writes {', '.join(names[:_MAX_NAMES])} for later, and would do so in "
@@ -581,12 +592,14 @@ def gradient_hooks_put_back(tensors: Iterable[Any]) -> Iterator[None]:
     For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
     """
     weights = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    before = list(map(_gradient_hooks, weights))
+    before, number = _gradient_hooks(weights), RemovableHandle.next_id
     try:
         yield
     finally:
-        if (after := list(map(_gradient_hooks, weights))) != before:
-            for weight, *pair in zip(weights, before, after, strict=True):
+        # Mostly there are none, and nobody has placed a hook anywhere.
+        if (before or RemovableHandle.next_id != number) and (after := _gradient_hooks(weights)) != before:
+            none = [((), ())] * len(weights)
+            for weight, *pair in zip(weights, before or none, after or none, strict=True):
                 for hooks, found, now in zip(_GRADIENT_HOOKS(weight), *pair, strict=True):
                     if found != now:
                         _put_gradient_hooks_back(hooks, dict(found))
@@ -610,9 +623,12 @@ def gradient_hooks_away(weights: Iterable[Tensor]) -> Iterator[None]:
 _GRADIENT_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def _gradient_hooks(weight: Tensor) -> tuple[tuple[tuple[int, Any], ...], ...]:
-    one, other = _GRADIENT_HOOKS(weight)
-    return tuple(one.items()) if one else (), tuple(other.items()) if other else ()
+def _gradient_hooks(weights: Sequence[Tensor]) -> list[tuple[tuple[tuple[int, Any], ...], ...]]:
+    """Return the hooks of each weight; nothing if none of them has any."""
+    found = list(map(_GRADIENT_HOOKS, weights))
+    if not any(map(any, found)):
+        return []
+    return [(tuple((one or {}).items()), tuple((other or {}).items())) for one, other in found]
 
 
 def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -156,26 +156,26 @@ class _Slices:
         """Run all slices and return the whole outputs; what the slices save is dropped if `recomputes`."""
         weights = self._weights_now()
         parts: set[int] = set()
-        with self._call.state.as_in_forward():
+        # The first slice writes what the whole would. What comes after it is to write nothing for later.
+        with self._call.state.as_in_forward(), ExitStack() as after_first:
             for number, (start, length) in enumerate(self._tiling.slices_to_run(self._cut.bounds, inputs)):
-                # The first writes what the whole would. Hooks that each places on a weight see its gradient once.
-                with (
-                    gradient_hooks_put_back(weights) if number else nullcontext(),
-                    self._call.state.unwritten() if number == 1 else nullcontext(),
-                ):
-                    if self._tiling.recomputes:
-                        graph, found = self._run_and_drop(inputs, weights, start, length)
-                        # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
-                        check_nothing_escapes(self._module, graph)
-                    else:
-                        self._kept.append(self._run(inputs, start, length))
-                        found = self._put(self._kept[-1], weights, start, length)
+                if number == 1:
+                    after_first.enter_context(self._call.state.unwritten())
+                    # Hooks that each places on a weight see its gradient once.
+                    after_first.enter_context(gradient_hooks_put_back(weights))
+                if self._tiling.recomputes:
+                    graph, found = self._run_and_drop(inputs, weights, start, length)
+                    # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
+                    check_nothing_escapes(self._module, graph)
+                else:
+                    self._kept.append(self._run(inputs, start, length))
+                    found = self._put(self._kept[-1], weights, start, length)
                 # Each slice may use others (experts).
                 parts |= found
+            outputs = self._joined.take()
+            self._compare_alone(inputs, outputs)
         # The others must not be in the graph: hooks on the gradients of idle experts would be called for nothing.
         self._weights = [self._weights[position] for position in sorted(parts)]
-        outputs = self._joined.take()
-        self._compare_alone(inputs, outputs)
         return outputs
 
     def _compare_alone(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
@@ -183,8 +183,8 @@ class _Slices:
         if type(self._module) is nn.Linear and self._call.runs(nn.Linear.forward):
             # One product: nothing inside of it could change.
             return
-        with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
-            wholes = [output for output in outputs if output is not None]
+        wholes = [output for output in outputs if output is not None]
+        with self._autocast.restored(), extra_run():
             differ = self._alone.outputs_differ(self._call.run, inputs, self._needs_gradient, wholes)
         is_first, self._tiling.is_checked = not self._tiling.is_checked, True
         if differ is None or (differ.device.type != "cpu" and not is_first):
@@ -249,7 +249,7 @@ class _Slices:
 
     def _acts_on_gradients(self) -> bool:
         """Whether hooks on gradients act inside of the module: what they do may depend on other positions."""
-        modules = self._module.modules()
+        modules = self._call.state.modules_of(self._module)
         return self._alone.places_hooks or any(each._backward_hooks or each._backward_pre_hooks for each in modules)
 
     def _add_gradients(

@@ -12,6 +12,8 @@ from benchmarks.runner import main
 from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.regions.execution_state import Randomness
 
+pytestmark = pytest.mark.sweep
+
 
 def swept(out: Path, *more: str) -> dict[str, dict[str, object]]:
     main("benchmarks.recovery_sweep", ["--case", "llama", "--stride", "151", "--out", str(out), *more])
