@@ -193,7 +193,8 @@ def _names_by_line(module: str) -> dict[int, set[str]]:
             }
             names |= {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
             names |= {node.name for node in inside if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-            found[block.lineno] = found.get(block.lineno, set()) | names
+            # Which line of its head a block begins on, Python's versions say differently.
+            found |= dict.fromkeys(range(block.lineno, block.body[0].lineno), names)
     return found
 
 

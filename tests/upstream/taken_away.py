@@ -22,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import datasets  # noqa: F401  # slow to import, as what follows
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
@@ -36,6 +35,10 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+
+# Slow to import, as the others.
+if importlib.util.find_spec("datasets") is not None:
+    import datasets  # noqa: F401
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 16}
 IDS = torch.arange(8).reshape(2, 4)
