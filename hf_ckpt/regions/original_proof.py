@@ -34,7 +34,7 @@ from hf_ckpt.regions.execution_state import (
     AutocastState,
     ConcurrentRun,
     Function,
-    Randomness,
+    RandomState,
     extra_run,
     is_compiled,
     is_transformed,
@@ -167,7 +167,7 @@ class OriginalCall:
         self._given = proof.fingerprints([self._arguments[place] for place in self._places])
         self._goals = goals_of(self._arguments)
         weight = next(module.parameters(), None)
-        self._randomness = Randomness.now([*self._arguments.values(), weight])
+        self._random_state = RandomState.of(*self._arguments.values(), weight)
         self._autocast = AutocastState.now().without_cache()
         # The graph keeps them, and they come back for the recomputation.
         self._arguments.update(dict.fromkeys(self._places))
@@ -384,7 +384,7 @@ class OriginalCall:
         assert self._module is not None
         with ExitStack() as entered:
             for context in (
-                self._randomness.brought_back(),
+                self._random_state.brought_back(),
                 self._autocast.restored(),
                 gradient_hooks_put_back(self._module.parameters()),
                 HooksNoted(self._note_hook),

@@ -29,6 +29,7 @@ from hf_ckpt.regions.compiled import recompute_compiled
 from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
     Function,
+    HostRandomState,
     RandomState,
     device_witnesses,
     keeps_activations,
@@ -110,19 +111,21 @@ class _Forward:
         self._run = run
         self._num_witnesses = num_witnesses
         self._holds = holds
-        self._has_begun = False
         self._is_forward = True
+        self._host_random: HostRandomState | None = None
         self._error: BaseException | None = None
 
     def __call__(self, *given: Any) -> Any:
         tensors = given[self._num_witnesses :]
         if not self._is_forward:
-            with recomputing():
+            # As torch's generators, which its checkpoint brings back.
+            with recomputing(), nullcontext() if self._host_random is None else self._host_random.brought_back():
                 return self._run(*tensors)
-        if self._has_begun:
-            # The generators are as they were when the forward began: torch has brought them back.
+        if self._host_random is not None:
+            # The generators are as they were when the forward began: torch has brought its own back.
+            self._host_random.restore()
             raise GradientInside(RandomState.of(*given))
-        self._has_begun = True
+        self._host_random = HostRandomState.now()
         try:
             with held_saved_tensors() if self._holds else nullcontext():
                 return self._run(*tensors)
@@ -132,6 +135,9 @@ class _Forward:
     def end(self, returned: Any) -> Any:
         """Return what the forward returned, or raise what it raised."""
         self._is_forward = False
+        if HostRandomState.now() is self._host_random:
+            # Nothing was drawn from them.
+            self._host_random = None
         if self._error is not None:
             try:
                 raise self._error

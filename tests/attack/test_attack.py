@@ -14,9 +14,8 @@ NUM_SEEDS, TOGETHER = 3000, 10
 def is_known(outcome: Outcome) -> bool:
     """Whether a fault is a limit that docs/policies.md tells of."""
     event = EVENTS[outcome.combination.event]
-    # Numbers that are not torch's, writes past versions into what a region was given.
-    is_unseen = event.kind in ("noise", "write", "between layers") or event.name in (
-        "places_noisy_pre_hook",
+    # Writes past versions into what a region was given.
+    is_unseen = event.kind in ("write", "between layers") or event.name in (
         "sets_context_around_forward",
         "hook_removes_itself",
     )

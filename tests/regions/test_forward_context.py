@@ -1,0 +1,94 @@
+"""What a forward finds past its modules, in each kind of region: the process's generators, from the second step on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_ckpt
+from hf_ckpt.regions.execution_state import HostRandomState
+from tests.attack.models import VOCAB, Decoder, layers_of
+from tests.modes import REGIONS
+
+pytestmark = pytest.mark.core
+
+IDS = torch.arange(12).view(2, 6) % VOCAB
+NAMES = {"layers": ["layers"], "attention": "self_attn", "ffn": "mlp"}
+EACH_REGION = pytest.mark.parametrize("region", REGIONS)
+
+Late = Callable[[nn.Module], object]
+"""What happens to a model before its second step."""
+
+
+def trained(late: Late, region: str, **more: Any) -> list[Any]:
+    """Return the gradients of the second step, and the states of the generators after it."""
+    policy, options = REGIONS.get(region, ("none", {}))
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Decoder("tensor").train()
+    with hf_ckpt.apply(model, policy, **options, **more, **NAMES):
+        model(IDS, IDS)["loss"].backward()
+        model.zero_grad()
+        late(model)
+        model(IDS, IDS)["loss"].backward()
+    states = [random.getstate(), str(np.random.get_state(legacy=False)), *torch.get_rng_state().tolist()]
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+    return [gradients, states]
+
+
+def assert_exact(late: Late, region: str, **more: Any) -> None:
+    (expected, states), (found, others) = trained(late, "none"), trained(late, region, **more)
+    assert all(map(torch.equal, expected, found))
+    assert states == others
+
+
+# --- The generators of Python and numpy. ---
+
+
+def drops_layers(model: nn.Module) -> None:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return args[0] if random.random() < 0.5 else out * random.gauss(1.0, 0.1)
+
+    for layer in layers_of(model):
+        layer.mlp.register_forward_hook(hook)
+        layer.self_attn.register_forward_hook(hook)
+
+
+def masks_by_numpy(model: nn.Module) -> None:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * torch.from_numpy(np.random.rand(*out.shape) > 0.3) * float(np.random.randn())
+
+    for layer in layers_of(model):
+        layer.self_attn.v_proj.register_forward_hook(hook)
+        layer.post_attention_layernorm.register_forward_hook(hook)
+
+
+@EACH_REGION
+@pytest.mark.parametrize("late", [drops_layers, masks_by_numpy])
+@pytest.mark.parametrize("prove", ["off", 1])
+@pytest.mark.sweep(keep=12)
+def test_numbers_of_python_and_numpy_are_drawn_again(late: Late, region: str, prove: Any) -> None:
+    assert_exact(late, region, prove=prove)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn],
+    ids=["r", "gauss", "np", "randn"],
+)
+def test_a_state_is_read_again_only_after_a_draw(draw: Callable[[], float]) -> None:
+    before = HostRandomState.now()
+    assert HostRandomState.now() is before
+    drawn = draw(), draw()
+    after = HostRandomState.now()
+    assert len(after.others_than(before)) == 1
+    before.restore()
+    assert (draw(), draw()) == drawn
+    assert HostRandomState.now().others_than(after) == []
