@@ -1,8 +1,8 @@
 """The state of the modules that a region runs: weights, large buffers, hooks, and what else modules hold.
 
-It is noted when a region's forward ends, and compared before each recomputation, which would otherwise use another
-state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored to what
-the forward found, for the recomputation alone; any other change raises an error.
+It is noted when a region's forward begins and ends, and compared before each recomputation, which would otherwise use
+another state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored
+to what the forward found, for the recomputation alone; any other change raises an error.
 
 Cheap enough for every step: modules are walked when one comes or goes; otherwise only attributes are read, and a few
 values of some trainable weights. Those values reveal optimizers that write past the versions of tensors (fused ones,
@@ -169,7 +169,7 @@ class CallState:
     `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_module", "_note", "_state", "_takes_gradients")
+    __slots__ = ("_hooks", "_module", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -180,6 +180,7 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
+        self._hooks: tuple[list[int], _Hooks] = [], {}
         self._takes_gradients = False
 
     @property
@@ -240,10 +241,12 @@ class CallState:
             if self._note is None:
                 layout = state.layout(self._module)
                 before, held, above = layout.identities(), layout.held.note(), layout.above.note()
+                # A hook may take itself off while it runs.
+                self._hooks = layout.hooks_copied()
                 yield
                 layout.held.end_forward(held)
                 layout.above.end_forward(above)
-                self._note = _Note(state, layout, before, held, above)
+                self._note = _Note(state, layout, before, self._hooks, held, above)
             else:
                 with self._note.restored(state), gradient_hooks_put_back(self._note.weights()):
                     yield
@@ -252,11 +255,13 @@ class CallState:
 
     @contextmanager
     def unwritten(self) -> Iterator[None]:
-        """Refuse what the block writes for later: each slice would."""
+        """Refuse what the block, or a slice before it, writes for later: each slice would."""
         if self._state is None:
             yield
             return
         layout, refuse = self._state.layout(self._module), partial(_refuse_slices, self._state)
+        if layout.hooks_now() != self._hooks[0]:
+            refuse(["which hooks there are"])
         with layout.above.unchanged(refuse), layout.held.unchanged(refuse):
             yield
 
@@ -356,7 +361,7 @@ class _Layout:
 
 
 class _Note:
-    """The state when the forward of a call ended; `before` are the `identities` when it began."""
+    """The state when the forward of a call ended; `before` and `hooks` are the `identities` and hooks when it began."""
 
     __slots__ = (
         "_above",
@@ -378,6 +383,7 @@ class _Note:
         state: ModuleState,
         layout: _Layout,
         before: tuple[list[int], list[int]],
+        hooks: tuple[list[int], _Hooks],
         held: Held,
         above: Held,
     ) -> None:
@@ -387,7 +393,7 @@ class _Note:
         self._versions = versions_of(tensors)
         self._requires_grad = _all_require_grad(tensors)
         self._held, self._above = held, above
-        self._hook_numbers, self._hooks = layout.hooks_copied()
+        self._hook_numbers, self._hooks = hooks
         if before != (self._ids, self._versions):
             # What the region writes itself changes in each of its runs, and cannot be compared.
             for position, identity in enumerate(zip(*before, strict=True)):

@@ -15,10 +15,7 @@ def is_known(outcome: Outcome) -> bool:
     """Whether a fault is a limit that docs/policies.md tells of."""
     event = EVENTS[outcome.combination.event]
     # Writes past versions into what a region was given.
-    is_unseen = event.kind in ("write", "between layers") or event.name in (
-        "sets_context_around_forward",
-        "hook_removes_itself",
-    )
+    is_unseen = event.kind in ("write", "between layers") or event.name in ("sets_context_around_forward",)
     return outcome.verdict is Verdict.UNPROVEN and is_unseen
 
 

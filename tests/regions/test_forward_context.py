@@ -1,4 +1,4 @@
-"""What a forward finds past its modules, in each kind of region: the process's generators, from the second step on."""
+"""What a forward finds past its modules, in each kind of region: generators and hooks, from the second step on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_ckpt
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import HostRandomState
 from tests.attack.models import VOCAB, Decoder, layers_of
 from tests.modes import REGIONS
@@ -92,3 +93,43 @@ def test_a_state_is_read_again_only_after_a_draw(draw: Callable[[], float]) -> N
     before.restore()
     assert (draw(), draw()) == drawn
     assert HostRandomState.now().others_than(after) == []
+
+
+# --- Hooks of the forward. ---
+
+
+def hooks_once(model: nn.Module) -> None:
+    handles: dict[nn.Module, Any] = {}
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if module in handles:
+            handles.pop(module).remove()
+        return out * 1.5
+
+    for layer in layers_of(model):
+        for module in (layer.mlp.up_proj, layer.self_attn, layer.mlp):
+            handles[module] = module.register_forward_hook(hook)
+
+
+def hooks_from_inside(model: nn.Module) -> None:
+    """Places a hook on a module that runs later in the layer."""
+    for layer in layers_of(model):
+
+        def hook(module: nn.Module, args: Any, last: nn.Module = layer.mlp.down_proj) -> None:
+            if not hasattr(last, "is_hooked"):
+                last.is_hooked = True  # type: ignore[assignment]  # a flag
+                last.register_forward_hook(lambda m, args, out: out * 1.5)
+
+        layer.mlp.up_proj.register_forward_pre_hook(hook)
+
+
+@EACH_REGION
+@pytest.mark.parametrize("late", [hooks_once, hooks_from_inside])
+@pytest.mark.sweep(keep=6)
+def test_hooks_are_those_that_the_forward_began_with(late: Late, region: str) -> None:
+    assert_exact(late, region)
+
+
+def test_in_tiles_a_hook_that_takes_itself_off_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"but it writes which hooks there are for later.* Leave tiles out"):
+        trained(hooks_once, "full", tiles=2)
