@@ -1,13 +1,15 @@
-"""What a run of a region depends on apart from its tensors and modules: generators, autocast, threads, transforms.
+"""What a run of a region depends on apart from tensors and modules: generators, autocast, modes, threads, transforms.
 
 Which run it is, the first, a recomputation or one for a check only, the thread knows.
 
-The state of the generators and of autocast is read and restored. Threads that run regions at the same time, and
-transforms of torch.func, are refused where a recomputation could not give what the forward gave.
+The state of the generators, of autocast, of modes and of context variables is read and restored. Threads that run
+regions at the same time, and transforms of torch.func, are refused where a recomputation could not give what the
+forward gave.
 """
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import pickle
 import random
@@ -26,6 +28,10 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_operator_mode
+from torch.utils._python_dispatch import _push_mode as _push_operator_mode
 from torch.utils.checkpoint import set_device_states
 
 from hf_ckpt.errors import UnsupportedError
@@ -354,6 +360,74 @@ class AutocastState:
             for device_type, enabled, dtype, cache in self.settings:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
             yield
+
+
+# --- Context variables and modes. ---
+
+
+class ForwardContext:
+    """What surrounds a forward in its thread: context variables, and modes over functions (a device) and operators.
+
+    Of the latter not those of torch, which watch (FLOP counters) what runs in their block, nor this package's.
+    """
+
+    __slots__ = ("_functions", "_operators", "_variables")
+
+    def __init__(self) -> None:
+        self._variables = contextvars.copy_context()
+        self._functions = _of_others(_function_modes())
+        self._operators = [mode for mode in _of_others(_operator_modes()) if not _is_of("torch", mode)]
+
+    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Run a function in it again."""
+        with ExitStack() as entered:
+            found = _function_modes()
+            if _of_others(found) != self._functions:
+                modes = [*self._functions, *(mode for mode in found if _is_of("hf_ckpt", mode))]
+                entered.enter_context(_replaced(found, modes, _pop_mode, _push_mode))
+            found = _operator_modes()
+            if new := [mode for mode in self._operators if mode not in found]:
+                # Below those that are there, as a selective region is given operators before them.
+                entered.enter_context(_replaced(found, [*new, *found], _pop_operator_mode, _push_operator_mode))
+            # A copy, as a context can be entered once.
+            return self._variables.copy().run(function, *args, **kwargs)
+
+
+# The names below are private: torch 2.11 to 2.13.
+def _function_modes() -> list[Any]:
+    number = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(at) for at in range(number)]
+
+
+def _operator_modes() -> list[Any]:
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+
+
+def _of_others(modes: list[Any]) -> list[Any]:
+    return [mode for mode in modes if not _is_of("hf_ckpt", mode)] if modes else modes
+
+
+def _is_of(package: str, mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] == package
+
+
+@contextmanager
+def _replaced(
+    found: Sequence[Any], modes: Sequence[Any], pop: Callable[[], Any], push: Callable[[Any], None]
+) -> Iterator[None]:
+    """Let these modes be the ones in force. They are not entered, which may do more: they have been."""
+    _exchange(found, modes, pop, push)
+    try:
+        yield
+    finally:
+        _exchange(modes, found, pop, push)
+
+
+def _exchange(now: Sequence[Any], new: Sequence[Any], pop: Callable[[], Any], push: Callable[[Any], None]) -> None:
+    for _ in now:
+        pop()
+    for mode in new:
+        push(mode)
 
 
 def device_witnesses(tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Tensor]:

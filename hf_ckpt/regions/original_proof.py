@@ -33,6 +33,7 @@ from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.regions.execution_state import (
     AutocastState,
     ConcurrentRun,
+    ForwardContext,
     Function,
     RandomState,
     extra_run,
@@ -169,6 +170,7 @@ class OriginalCall:
         weight = next(module.parameters(), None)
         self._random_state = RandomState.of(*self._arguments.values(), weight)
         self._autocast = AutocastState.now().without_cache()
+        self._context = ForwardContext()
         # The graph keeps them, and they come back for the recomputation.
         self._arguments.update(dict.fromkeys(self._places))
         self._arguments = {place: copied(value) for place, value in self._arguments.items()}
@@ -401,7 +403,8 @@ class OriginalCall:
             given.update((place, views[first]) for place, first in zip(self._places, self._firsts, strict=True))
             first_node = num_nodes_made()
             goals = goals_of(given)
-            returned = self._function(
+            returned = self._context.run(
+                self._function,
                 *(value for place, value in given.items() if isinstance(place, int)),
                 **{place: value for place, value in given.items() if isinstance(place, str)},
             )

@@ -28,10 +28,13 @@ from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenState, is_cache, is
 from hf_ckpt.regions.compiled import recompute_compiled
 from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
+    ForwardContext,
     Function,
     HostRandomState,
     RandomState,
     device_witnesses,
+    is_in_backward,
+    is_recomputed,
     keeps_activations,
     module_of,
     recomputing,
@@ -351,7 +354,7 @@ class Call:
     `in_parts`: each run is of other tensors, and a backward goes through it; the caller enters the state around them.
     """
 
-    __slots__ = ("_arguments", "_dicts", "_function", "_given", "_in_parts", "_places", "has_run", "state")
+    __slots__ = ("_arguments", "_context", "_dicts", "_function", "_given", "_in_parts", "_places", "has_run", "state")
 
     def __init__(
         self, function: Function, arguments: dict[int | str, Any], places: list[int | str], *, in_parts: bool = False
@@ -361,6 +364,7 @@ class Call:
         self._arguments = rest
         self._places = places
         self._in_parts = in_parts
+        self._context = ForwardContext()
         # Layers hand keys and values on in a dictionary (gemma3n). Each recomputation gets it as it was before the
         # forward, and what it writes there reaches nobody.
         self._dicts = {place: copy.copy(value) for place, value in rest.items() if isinstance(value, dict | UserDict)}
@@ -395,7 +399,10 @@ class Call:
                 given = {place: _aliased(aliases, value) for place, value in given.items()}
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-            returned = self._function(*args, **kwargs)
+            if self.has_run and (is_recomputed() or is_in_backward()):
+                returned = self._context.run(self._function, *args, **kwargs)
+            else:
+                returned = self._function(*args, **kwargs)
         if not self.has_run:
             self.has_run = True
             self._arguments = {**self._arguments, **self._dicts}

@@ -1,20 +1,25 @@
-"""What a forward finds past its modules, in each kind of region: generators and hooks, from the second step on."""
+"""What a forward finds past its modules, from the second step on: generators, hooks, context variables, modes."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import HostRandomState
-from tests.attack.models import VOCAB, Decoder, layers_of
+from tests.attack.models import VOCAB, WIDTH, Decoder, layers_of
 from tests.modes import REGIONS
 
 pytestmark = pytest.mark.core
@@ -23,8 +28,8 @@ IDS = torch.arange(12).view(2, 6) % VOCAB
 NAMES = {"layers": ["layers"], "attention": "self_attn", "ffn": "mlp"}
 EACH_REGION = pytest.mark.parametrize("region", REGIONS)
 
-Late = Callable[[nn.Module], object]
-"""What happens to a model before its second step."""
+Late = Callable[[nn.Module], AbstractContextManager[Any] | None]
+"""What happens to a model before its second step, and what is around that step's forward."""
 
 
 def trained(late: Late, region: str, **more: Any) -> list[Any]:
@@ -37,8 +42,9 @@ def trained(late: Late, region: str, **more: Any) -> list[Any]:
     with hf_ckpt.apply(model, policy, **options, **more, **NAMES):
         model(IDS, IDS)["loss"].backward()
         model.zero_grad()
-        late(model)
-        model(IDS, IDS)["loss"].backward()
+        with late(model) or nullcontext():
+            loss = model(IDS, IDS)["loss"]
+        loss.backward()
     states = [random.getstate(), str(np.random.get_state(legacy=False)), *torch.get_rng_state().tolist()]
     gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
     return [gradients, states]
@@ -133,3 +139,77 @@ def test_hooks_are_those_that_the_forward_began_with(late: Late, region: str) ->
 def test_in_tiles_a_hook_that_takes_itself_off_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"but it writes which hooks there are for later.* Leave tiles out"):
         trained(hooks_once, "full", tiles=2)
+
+
+# --- What is around the forward alone. ---
+
+LEVEL = ContextVar("LEVEL", default=1.0)
+
+
+def sets_a_variable(model: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def around() -> Iterator[None]:
+        token = LEVEL.set(1.5)
+        yield
+        LEVEL.reset(token)
+
+    for layer in layers_of(model):
+        layer.mlp.up_proj.register_forward_hook(lambda m, args, out: out * LEVEL.get())
+        layer.self_attn.register_forward_hook(lambda m, args, out: out * LEVEL.get())
+    return around()
+
+
+class Halving(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return out * 0.5 if function is torch.tanh else out
+
+
+class Doubling(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return out * 2 if function is torch.ops.aten.mm.default else out
+
+
+def halves(model: nn.Module) -> AbstractContextManager[Any]:
+    return Halving()
+
+
+def doubles(model: nn.Module) -> AbstractContextManager[Any]:
+    return Doubling()
+
+
+@EACH_REGION
+@pytest.mark.parametrize("late", [sets_a_variable, halves, doubles])
+@pytest.mark.parametrize("prove", ["off", 1])
+@pytest.mark.sweep(keep=14)
+def test_what_is_around_the_forward_is_around_the_recomputation(late: Late, region: str, prove: Any) -> None:
+    assert_exact(late, region, prove=prove)
+
+
+@EACH_REGION
+@pytest.mark.sweep(keep=3)
+def test_a_flop_counter_around_the_forward_counts_that_alone(region: str) -> None:
+    counters = [FlopCounterMode(display=False) for _ in range(2)]
+    left = list(counters)
+    assert_exact(lambda model: left.pop(), region)
+    assert counters[0].get_total_flops() == counters[1].get_total_flops()
+
+
+@pytest.mark.parametrize("region", ["full", "nested", "selective"])
+def test_a_device_around_the_forward_is_around_the_recomputation(region: str) -> None:
+    model = Decoder("tensor").train()
+    made: list[torch.device] = []
+    model.layers[1].mlp.register_forward_hook(lambda m, args, out: made.append(torch.empty(1).device))
+    policy, options = REGIONS[region]
+    with hf_ckpt.apply(model, policy, **options, **NAMES):
+        hidden = model.embed_tokens(IDS).detach().requires_grad_()
+        with torch.device("meta"), Halving():
+            for layer in model.layers:
+                hidden = layer(hidden, torch.zeros(WIDTH, device="cpu"))
+        with torch.device("cpu"):
+            hidden.sum().backward()
+            assert torch.get_default_device() == torch.device("cpu")
+    assert torch.get_default_device() == torch.device("cpu")
+    assert len(made) > 1
+    assert {device.type for device in made} == {"meta"}
