@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
-from hf_ckpt.regions.fingerprints import Fingerprint, Samples
+from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
 
@@ -205,6 +205,10 @@ class CallState:
             self._state.errors.add(is_wrong, refuse)
         elif bool(is_wrong):
             refuse()
+
+    def sums_of(self, tensors: Sequence[Tensor]) -> list[BitSum]:
+        """Return the sums of the bits of what several regions are given; none if it is no region of a plan."""
+        return [] if self._state is None else self._state.errors.shared_sums.of(tensors, self._state)
 
     @property
     def module(self) -> nn.Module | None:

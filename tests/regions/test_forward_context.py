@@ -1,4 +1,4 @@
-"""What a forward finds past its modules, from the second step on: generators, hooks, context variables, modes."""
+"""What a forward finds past its modules, from the second step on: generators, hooks, context, what it is given."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ckpt
-from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.errors import HFCkptError, UnsupportedError
+from hf_ckpt.regions import arguments, fingerprints
 from hf_ckpt.regions.execution_state import HostRandomState
-from tests.attack.models import VOCAB, WIDTH, Decoder, layers_of
+from tests.attack.models import VOCAB, WIDTH, Between, Decoder, layers_of
 from tests.modes import REGIONS
 
 pytestmark = pytest.mark.core
@@ -213,3 +215,73 @@ def test_a_device_around_the_forward_is_around_the_recomputation(region: str) ->
     assert torch.get_default_device() == torch.device("cpu")
     assert len(made) > 1
     assert {device.type for device in made} == {"meta"}
+
+
+# --- Writes past versions into what a region is given. ---
+
+
+def writes_hidden(idx: int, hidden: Tensor, shift: Tensor, residual: Tensor | None) -> Tensor:
+    hidden.data.mul_(0.5)
+    return hidden
+
+
+def swaps_hidden(idx: int, hidden: Tensor, shift: Tensor, residual: Tensor | None) -> Tensor:
+    hidden.data = hidden.data * 0.5
+    return hidden
+
+
+def writes_shift(idx: int, hidden: Tensor, shift: Tensor, residual: Tensor | None) -> Tensor:
+    shift.numpy()[...] += 0.5
+    return hidden
+
+
+def writes_between_layers(write: Between, model: nn.Module) -> None:
+    model.between = write  # type: ignore[assignment]  # no module
+
+
+@EACH_REGION
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("write", [writes_hidden, swaps_hidden, writes_shift])
+@pytest.mark.sweep(keep=9)
+def test_what_others_write_into_inputs_is_exact_or_refused(
+    write: Between, is_late: bool, region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprints, "is_read_late", lambda tensor: is_late)
+    if write is writes_shift:
+        # Parts are given what their layer makes of it.
+        is_refused = region not in ("attention", "ffn")
+    else:
+        # Else segments end there.
+        is_refused = is_late and region in ("segments", "nested", "revolve")
+    with pytest.raises(HFCkptError, match="was written to past the versions") if is_refused else nullcontext():
+        assert_exact(partial(writes_between_layers, write), region)
+
+
+def test_a_large_tensor_that_all_layers_share_is_summed_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[int] = []
+    sums = arguments.bit_sums
+    monkeypatch.setattr(
+        arguments, "bit_sums", lambda each, **how: summed.append(each[0].shape[-1]) or sums(each, **how)
+    )
+    model = Decoder("dict").train()
+    table = torch.zeros(20_000)
+    with hf_ckpt.apply(model, "full", prove="off", **NAMES):
+        for step in range(3):
+            # Between steps it may be written to.
+            table.data += step
+            hidden = torch.randn(1, 2, WIDTH, requires_grad=True)
+            for layer in model.layers:
+                hidden = layer(hidden, {"shift": torch.zeros(WIDTH), "table": table})
+            hidden.sum().backward()
+    assert summed.count(len(table)) == 2 * 3
+
+
+def test_tiles_that_write_into_their_input_past_versions_are_refused() -> None:
+    def hook(module: nn.Module, args: tuple[Tensor]) -> None:
+        args[0].data[:, 0] *= 0.5
+
+    def writes(model: nn.Module) -> None:
+        layers_of(model)[1].mlp.up_proj.register_forward_pre_hook(hook)
+
+    with pytest.raises(UnsupportedError, match="is to run in tiles, but it, or another module, writes into its input"):
+        trained(writes, "in tiles", tiles=2)
