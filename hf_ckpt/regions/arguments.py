@@ -162,9 +162,9 @@ class SharedSums:
         versions = [tensor._version for tensor in tensors]
         known = self._known.get(key)
         if known is None or user in known[2] or known[1] != versions or any(each() is None for each in known[0]):
-            gone = [key for key, (found, *_) in self._known.items() if any(each() is None for each in found)]
+            gone = [key for key, (found, *_) in list(self._known.items()) if any(each() is None for each in found)]
             for each in gone:
-                del self._known[each]
+                self._known.pop(each, None)
             known = self._known[key] = [weakref.ref(tensor) for tensor in tensors], versions, set(), _sums_of(tensors)
         known[2].add(user)
         return known[3]

@@ -380,17 +380,19 @@ class ForwardContext:
 
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Run a function in it again."""
-        with ExitStack() as entered:
-            found = _function_modes()
-            if _of_others(found) != self._functions:
-                modes = [*self._functions, *(mode for mode in found if _is_of("hf_ckpt", mode))]
-                entered.enter_context(_replaced(found, modes, _pop_mode, _push_mode))
-            found = _operator_modes()
-            if new := [mode for mode in self._operators if mode not in found]:
-                # Below those that are there, as a selective region is given operators before them.
-                entered.enter_context(_replaced(found, [*new, *found], _pop_operator_mode, _push_operator_mode))
-            # A copy, as a context can be entered once.
-            return self._variables.copy().run(function, *args, **kwargs)
+        functions, operators = _function_modes(), _operator_modes()
+        new = [mode for mode in self._operators if mode not in operators]
+        # A copy, as a context can be entered once.
+        variables = self._variables.copy()
+        if not new and _of_others(functions) == self._functions:
+            return variables.run(function, *args, **kwargs)
+        modes = [*self._functions, *(mode for mode in functions if _is_of("hf_ckpt", mode))]
+        with (
+            _replaced(functions, modes, _pop_mode, _push_mode),
+            # Below those that are there, as a selective region is given operators before them.
+            _replaced(operators, [*new, *operators], _pop_operator_mode, _push_operator_mode),
+        ):
+            return variables.run(function, *args, **kwargs)
 
 
 # The names below are private: torch 2.11 to 2.13.
