@@ -152,22 +152,25 @@ class SharedSums:
     """
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[list[weakref.ref[Tensor]], list[int], set[object], list[BitSum]]] = {}
+        # By the `id` of a tensor, and whether in a backward.
+        self._known: dict[tuple[int, bool], tuple[weakref.ref[Tensor], int, set[object], list[BitSum]]] = {}
 
     def of(self, tensors: Sequence[Tensor], user: object) -> list[BitSum]:
         """Return the sums of tensors for a region."""
-        if not tensors:
-            return []
-        key = is_in_backward(), *map(id, tensors)
-        versions = [tensor._version for tensor in tensors]
-        known = self._known.get(key)
-        if known is None or user in known[2] or known[1] != versions or any(each() is None for each in known[0]):
-            gone = [key for key, (found, *_) in list(self._known.items()) if any(each() is None for each in found)]
-            for each in gone:
-                self._known.pop(each, None)
-            known = self._known[key] = [weakref.ref(tensor) for tensor in tensors], versions, set(), _sums_of(tensors)
-        known[2].add(user)
-        return known[3]
+        found: list[BitSum] = []
+        is_backward = is_in_backward()
+        for tensor in tensors:
+            key, version = (id(tensor), is_backward), tensor._version
+            known = self._known.get(key)
+            if known is None or known[1] != version or user in known[2]:
+                reference = weakref.ref(tensor, partial(self._forget, key))
+                known = self._known[key] = reference, version, set(), _sums_of([tensor])
+            known[2].add(user)
+            found += known[3]
+        return found
+
+    def _forget(self, key: tuple[int, bool], _: object) -> None:
+        self._known.pop(key, None)
 
 
 def _address(tensor: Tensor) -> int:
