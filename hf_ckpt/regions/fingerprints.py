@@ -18,8 +18,6 @@ follow or count operators do not see it.
 from __future__ import annotations
 
 import ctypes
-import random
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.upstream.torch import FakeTensor, hidden_from_dispatch, num_dispatch_modes
 
@@ -389,34 +386,6 @@ def plain_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return [each for item in value for each in plain_tensors(item)] if isinstance(value, tuple | list) else []
-
-
-# --- The generators that a region may draw from. ---
-
-
-@dataclass(slots=True)
-class StateFingerprint:
-    """The generators that a region may draw from, at one moment."""
-
-    random: RandomState
-    python: object
-    """State of Python's `random`; None if it was not read."""
-    numpy: object
-    """State of `numpy.random`; None if it was not read, or numpy not imported."""
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any], *, reads_python: bool) -> StateFingerprint:
-        """Read the state; `reads_python` asks for the generators that are not torch's."""
-        python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
-        return cls(RandomState.of(list(tensors)), python, numpy)
-
-
-def _numpy_state() -> object:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, *rest = numpy.random.get_state()
-    return name, keys.tobytes(), tuple(rest)
 
 
 # --- Samples, and fingerprints that modes do not see. ---

@@ -1,8 +1,8 @@
 """The state of the modules that a region runs: weights, large buffers, hooks, and what else modules hold.
 
-It is noted when a region's forward ends, and compared before each recomputation, which would otherwise use another
-state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored to what
-the forward found, for the recomputation alone; any other change raises an error.
+It is noted when a region's forward begins and ends, and compared before each recomputation, which would otherwise use
+another state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored
+to what the forward found, for the recomputation alone; any other change raises an error.
 
 Cheap enough for every step: modules are walked when one comes or goes; otherwise only attributes are read, and a few
 values of some trainable weights. Those values reveal optimizers that write past the versions of tensors (fused ones,
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
-from hf_ckpt.regions.fingerprints import Fingerprint, Samples
+from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.upstream.accelerate import HOOK
@@ -172,7 +172,7 @@ class CallState:
     `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_found", "_module", "_note", "_state", "_takes_gradients")
+    __slots__ = ("_found", "_hooks", "_module", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -185,6 +185,7 @@ class CallState:
         self._note: _Note | None = None
         # From `setting` until the forward begins.
         self._found: _Layout | None = None
+        self._hooks: tuple[list[int], _Hooks] = [], {}
         self._takes_gradients = False
 
     @property
@@ -209,6 +210,10 @@ class CallState:
             self._state.errors.add(is_wrong, refuse)
         elif bool(is_wrong):
             refuse()
+
+    def sums_of(self, tensors: Sequence[Tensor]) -> list[BitSum]:
+        """Return the sums of the bits of what several regions are given; none if it is no region of a plan."""
+        return [] if self._state is None else self._state.errors.shared_sums.of(tensors, self._state)
 
     @property
     def module(self) -> nn.Module | None:
@@ -253,10 +258,12 @@ class CallState:
                 layout = found or state.layout(self._module)
                 held = layout.held.note(is_looked_at=found is not None)
                 before, above = layout.identities(), layout.above.note()
+                # A hook may take itself off while it runs.
+                self._hooks = layout.hooks_copied()
                 yield
                 layout.held.end_forward(held)
                 layout.above.end_forward(above)
-                self._note = _Note(state, layout, before, held, above)
+                self._note = _Note(state, layout, before, self._hooks, held, above)
             else:
                 with self._note.restored(state), gradient_hooks_put_back(self._note.weights()):
                     yield
@@ -265,11 +272,13 @@ class CallState:
 
     @contextmanager
     def unwritten(self) -> Iterator[None]:
-        """Refuse what the block writes for later: each slice would."""
+        """Refuse what the block, or a slice before it, writes for later: each slice would."""
         if self._state is None:
             yield
             return
         layout, refuse = self._state.layout(self._module), partial(_refuse_slices, self._state)
+        if layout.hooks_now() != self._hooks[0]:
+            refuse(["which hooks there are"])
         with layout.above.unchanged(refuse), layout.held.unchanged(refuse):
             yield
 
@@ -371,7 +380,7 @@ class _Layout:
 
 
 class _Note:
-    """The state when the forward of a call ended; `before` are the `identities` when it began."""
+    """The state when the forward of a call ended; `before` and `hooks` are the `identities` and hooks when it began."""
 
     __slots__ = (
         "_above",
@@ -393,6 +402,7 @@ class _Note:
         state: ModuleState,
         layout: _Layout,
         before: tuple[list[int], list[int]],
+        hooks: tuple[list[int], _Hooks],
         held: Held,
         above: Held,
     ) -> None:
@@ -402,7 +412,7 @@ class _Note:
         self._versions = versions_of(tensors)
         self._requires_grad = _all_require_grad(tensors)
         self._held, self._above = held, above
-        self._hook_numbers, self._hooks = layout.hooks_copied()
+        self._hook_numbers, self._hooks = hooks
         if before != (self._ids, self._versions):
             # What the region writes itself changes in each of its runs, and cannot be compared.
             for position, identity in enumerate(zip(*before, strict=True)):

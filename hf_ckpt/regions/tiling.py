@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.options import Tiles
+from hf_ckpt.regions.arguments import GivenBits
 from hf_ckpt.regions.execution_state import (
     AutocastState,
     ConcurrentRun,
@@ -120,6 +121,8 @@ class _Slices:
         self._cut = cut
         self._joined = Joined(cut, module)
         self._kept: list[_Slice] = []
+        # Whether a slice has written to its inputs, if only the device knows.
+        self._written: list[Tensor] = []
         self._needs_gradient = [tensor.requires_grad for tensor in inputs]
         # Which inputs a slice has given a gradient: the others get none, as they do of the whole. An optimizer that
         # decays weights steps where a gradient is zero, and not where there is none.
@@ -129,6 +132,7 @@ class _Slices:
         # A cast of a weight that autocast caches would belong to the graph of one slice, and be used by the next.
         self._autocast = AutocastState.now().without_cache()
         self._random_state = RandomState.of(inputs)
+        self._bits = GivenBits(inputs)
         # None in a recomputation, as the backward that follows is that of the slices that ran first.
         call_proof = tiling.proof.start_call(module, inputs) if tiling.proof is not None and tiling.recomputes else None
         self._alone = PositionsAlone(cut.dim, inputs, self._random_state)
@@ -223,6 +227,12 @@ class _Slices:
         sums = [_Sum(weight, len(self._cut.bounds)) for weight in self._weights_now()]
         if self._differ is not None:
             self._call.state.add_error(self._differ, partial(self._refuse, "values"))
+        for written in (*self._written, self._bits.differ(inputs)):
+            if isinstance(written, Tensor):
+                self._call.state.add_error(written, self._refuse_write)
+            elif written:
+                self._refuse_write()
+        self._written = []
         # Only the first backward is proven.
         proof = self._proof
         if proof is not None:
@@ -282,7 +292,7 @@ class _Slices:
             self._cut.piece(x.detach(), start, length).requires_grad_(needs)
             for x, needs in zip(inputs, self._needs_gradient, strict=True)
         ]
-        versions = [piece._version for piece in pieces]
+        versions, bits = [piece._version for piece in pieces], GivenBits(pieces)
         with torch.enable_grad(), self._autocast.restored():
             proof, run = self._proof, self._call.run
             try:
@@ -292,14 +302,17 @@ class _Slices:
                 if "leaf Variable that requires grad is being used in an in-place" in str(error):
                     self._refuse_write(error)
                 raise
-        if [piece._version for piece in pieces] != versions:
+        written = bits.differ(pieces)
+        if isinstance(written, Tensor):
+            self._written.append(written)
+        elif written or [piece._version for piece in pieces] != versions:
             self._refuse_write()
         return _Slice(pieces, returned)
 
     def _refuse_write(self, cause: Exception | None = None) -> NoReturn:
         raise UnsupportedError(
-            f"{type(self._module).__name__} is to run in tiles, but it writes into its input, which its "
-            "recomputation needs. Leave tiles out for its layer."
+            f"{type(self._module).__name__} is to run in tiles, but it, or another module, writes into its "
+            "input, which its recomputation needs. Leave tiles out for its layer."
         ) from cause
 
     def _run_again(self, inputs: Sequence[Tensor], start: int, length: int) -> _Slice:

@@ -226,6 +226,24 @@ with _feature("Knowing what operators write and return (selective modes, simulat
         return getattr(function, "_schema", None)
 
 
+with _feature(
+    "Recomputing in the modes that surrounded a forward (torch.device, modes over functions and operators)",
+    instead="Enter such modes around the backward as well.",
+) as SURROUNDINGS:
+    from torch._C import _get_function_stack_at as function_mode_at
+    from torch._C import _len_torch_function_stack as num_function_modes
+    from torch.overrides import _pop_mode as pop_function_mode
+    from torch.overrides import _push_mode as push_function_mode
+    from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+    from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
+
+if SURROUNDINGS.gone:
+
+    def num_function_modes() -> int:
+        SURROUNDINGS.warn()
+        return 0
+
+
 with _feature("Simulating what operators cost", instead=_NO_SIMULATION):
     from torch._C import DisableTorchFunction
     from torch._ops import OperatorBase

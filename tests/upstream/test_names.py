@@ -29,8 +29,8 @@ LIBRARIES = {*upstream.LIBRARIES, "liger_kernel", "datasets", "safetensors", "to
 EXEMPT = re.compile(
     # Of tensors and modules, in use everywhere, and dictionaries of hooks.
     r"_version|_parameters|_modules|_buffers|_\w*hooks\w*"
-    # Of Python: named tuples, frames, processes, notebooks, parsers.
-    r"|_replace|_make|_fields|_getframe|_current_frames|_exit|_run_exitfuncs|_repr_html_|_actions"
+    # Of Python and numpy: named tuples, frames, processes, notebooks, parsers, generators.
+    r"|_replace|_make|_fields|_getframe|_current_frames|_exit|_run_exitfuncs|_repr_html_|_actions|_inst|_rand"
     # Marks of our own on objects of others.
     r"|_hf_ckpt\w*"
 )

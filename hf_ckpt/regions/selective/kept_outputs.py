@@ -305,8 +305,8 @@ class KeptOutputs:
                 return
             raise UnsupportedError(
                 f"{where} {name}, whose output is kept, is fed something else there than in the forward, so that its "
-                "gradients would be wrong. Random numbers that torch's generators do not draw, a counter or a changed "
-                'input would explain it. Draw from torch, or use mode "none" for it.'
+                "gradients would be wrong. A generator or a counter that no module holds, or a changed input would "
+                'explain it. Draw from torch, or use mode "none" for it.'
             )
         raise UnsupportedError(
             f"{where} the output of {name}, which is kept for that, is no longer what the forward returned: somebody "
