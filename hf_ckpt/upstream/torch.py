@@ -84,13 +84,13 @@ if RUNS_BACKWARD.gone:
 RUNS_BACKWARD_NAME = ("torch.autograd.graph", "_engine_run_backward")
 """The module and the name of the function that every backward passes through."""
 
-with _feature("tiles: a backward with retain_graph=True", instead="Leave retain_graph out, or tiles."):
+with _feature("Tiles", instead="Leave tiles out of the policy."):
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph_of_backward
 
 with _feature(
     "Exchanging the saved-tensor hooks of a region (a layer around its attention, selective modes, tiles)",
     instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
-) as SAVED_TENSORS:
+):
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
@@ -249,7 +249,7 @@ with _feature("Simulating what operators cost", instead=_NO_SIMULATION):
     from torch._ops import OperatorBase
     from torch.utils._mode_utils import no_dispatch
 
-with _feature("Keeping the outputs of adapted layers in selective modes", instead=_OTHER_MODE):
+with _feature("Keeping the outputs of adapted layers in selective modes, and the chunked head,", instead=_OTHER_MODE):
     from torch._C import DisableTorchFunctionSubclass
     from torch._C import _disabled_torch_function_impl as disabled_torch_function
 
@@ -281,7 +281,8 @@ with _feature(
     instead='Use mode "full" or "ffn", and no chunked head.',
 ):
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-_HEAD = _feature("head: chunked", instead="Leave it out.", of="torch.autograd.function")
+
+_HEAD = _feature("The chunked head", instead="Leave head: chunked out.", of="torch.autograd.function")
 
 
 @_HEAD
@@ -293,7 +294,7 @@ def node_class_of(function: Any) -> Any:
 with _feature(
     "Telling plain tensors from others (offload, what modules hold)",
     instead='Use mode "full" or "ffn" without offload.',
-) as TENSORS:
+):
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     is_view = torch.Tensor._is_view
@@ -387,7 +388,7 @@ DDP_NODE = _DDP.attribute("_DDPSink") + "Backward"
 
 with _feature(
     'on_oom="escalate": an optimizer step in parts', instead="An optimizer step that runs out of memory ends the run."
-) as OPTIMIZERS:
+):
     from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_pre_hooks
 
