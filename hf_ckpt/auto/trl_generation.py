@@ -22,6 +22,7 @@ from transformers import StoppingCriteriaList
 from hf_ckpt.auto.largest_batch_in_data import Batch, rounded, stored_columns, without_adapter
 from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss, with_globals
+from hf_ckpt.regions.arguments import CACHE
 from hf_ckpt.simulation.step import Sharding, Step
 
 _TOKEN = 5
@@ -164,9 +165,9 @@ def _generated(model: Any, config: Any, mask: Tensor, cache: Any) -> Any:
     # Whether a row has ended depends on the weights.
     bare: Any = without_adapter(model)
     bare._get_stopping_criteria = _after_a_token
-    given = {} if cache is None else {"past_key_values": cache}
+    given = {} if cache is None else {CACHE: cache}
     ids = torch.full(tuple(mask.shape), _TOKEN)
-    return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **given).past_key_values
+    return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **given)[CACHE]
 
 
 def _after_a_token(**kwargs: Any) -> StoppingCriteriaList:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _OTHER_CACHES = frozenset(
     {
@@ -41,6 +43,10 @@ _OTHER_CACHES = frozenset(
 )
 """Caches and recurrent states of transformers that are no subclass of its `Cache`: those of hybrids until 5.4 (OLMo's
 until 5.10), of Reformer and xLSTM in 5.24 still."""
+
+CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+"""What calls and outputs of transformers name a cache: "cache" from 5.24 on, where the older name still works, with a
+warning."""
 
 READS_CACHE_ONLY = "_can_checkpoint_with_cache"
 """Attribute of layer classes of transformers, from 5.17 on, that read a cache that others filled, and leave it as it
