@@ -33,6 +33,12 @@ KNOWN = (
         "Use peft.get_peft_model(model, config) and PeftModel.from_pretrained, as recipes do: they work.",
     ),
     Known(
+        {"transformers": ">=5.24", "peft": "<0.22"},
+        "model.generate leaves a prefix out (prefix_tuning) and inserts a prompt before each token (prompt_tuning, "
+        "p_tuning): other tokens, without an error. Loss and gradients are right.",
+        "Install transformers 5.23 to generate with these adapters.",
+    ),
+    Known(
         {"transformers": "==5.24.0"},
         "No forward of Llama4ForConditionalGeneration ends: AttributeError.",
         "Train Llama4ForCausalLM, its text model, or install transformers 5.23.",
