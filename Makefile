@@ -5,9 +5,8 @@
 
 RECIPE ?= recipes/tiny_llama_lora.yaml
 ARGS ?=
-# A file stays in one process: its tests share models, runs and simulations. Some wait for processes that they start: with
-# three on two cores another file runs meanwhile.
-PYTEST_ARGS ?= -n 3 --dist loadfile
+# A file stays in one process: its tests share models, runs and simulations.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 DISTRIBUTED_ARGS ?=
 CASE ?=
 
@@ -22,14 +21,15 @@ export OMP_NUM_THREADS ?= 1
 # Tests start a hundred processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup finetune test test-all test-distributed test-browser test-oldest lint types figures figures-check \
-    bench bench-gpu bench-predicted bench-pages site format clean
+.PHONY: help setup finetune test test-all test-benchmarks test-distributed test-browser test-oldest lint types figures \
+    figures-check bench bench-gpu bench-predicted bench-pages site format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make finetune     set up .venv, fine-tune a small model on the CPU ($(RECIPE))'
-	@echo 'make test         set up .venv, then format, lint, types, and a few cases of every test'
+	@echo 'make test         set up .venv, then format, lint, types, and a case of every kind of test'
 	@echo 'make test-all     the same with all cases: every architecture, operator, broken recipe and planted fault'
+	@echo 'make test-benchmarks  what the benchmarks do on a GPU, small on the CPU; when benchmarks/ changes'
 	@echo 'make test-distributed  the part of `make test` that needs two processes'
 	@echo 'make test-browser  the pages that commands write and serve, in an installed chromium'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the tests on the oldest supported versions'
@@ -109,19 +109,24 @@ finetune: $(if $(wildcard .venv/.installed),.venv/.installed,.venv/.finetune)
 
 # --- Tests and checks. `make test test-oldest` is what .ci/run has; `make test-all` has every case. ---
 
-test test-all test-distributed test-browser test-oldest: export HF_HUB_OFFLINE = 1
-test test-all test-distributed test-browser test-oldest: export TOKENIZERS_PARALLELISM = false
+test test-all test-benchmarks test-distributed test-browser test-oldest: export HF_HUB_OFFLINE = 1
+test test-all test-benchmarks test-distributed test-browser test-oldest: export TOKENIZERS_PARALLELISM = false
 
 # Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
-# mypy, which has one thread, runs next to the tests in two processes, which wait for each other.
-test: cases = --cases 2
-test-oldest: cases = --cases 1
+# The tests in two processes and mypy run next to the others: those processes wait for each other most of the time.
+test test-oldest: cases = --cases 1
 test test-all: lint
-	.venv/bin/python -m pytest -m 'not browser' $(cases) $(PYTEST_ARGS)
-	.venv/bin/mypy & types=$$!; $(two_processes) $(cases) $(DISTRIBUTED_ARGS); tests=$$?; wait $$types && exit $$tests
+	@$(two_processes) $(cases) $(DISTRIBUTED_ARGS) > .venv/two_processes.log 2>&1 & two=$$!; \
+	.venv/bin/mypy > .venv/types.log 2>&1 & types=$$!; \
+	status=0; .venv/bin/python -m pytest -m 'not browser' $(cases) $(PYTEST_ARGS) || status=$$?; \
+	wait $$two || status=$$?; echo 'In two processes:'; cat .venv/two_processes.log; \
+	wait $$types || status=$$?; cat .venv/types.log; exit $$status
 
 # --standalone: on a port that is free.
 two_processes = .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m pytest tests/distributed
+
+test-benchmarks: .venv/.installed
+	.venv/bin/python -m pytest tests/benchmarks $(PYTEST_ARGS)
 
 test-browser: .venv/.installed
 	.venv/bin/python -m pytest -m browser
@@ -129,10 +134,9 @@ test-browser: .venv/.installed
 test-distributed: .venv/.installed
 	$(two_processes) $(DISTRIBUTED_ARGS)
 
-# Only files that have such tests: to import the others takes each process as long as a hundred tests. Of two processes
-# rather than three: none of these tests waits for a process that it started.
+# Only files that have such tests: to import the others takes each process as long as a hundred tests.
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest -m core $(cases) $(patsubst 3,2,$(PYTEST_ARGS)) $$(grep -rl 'mark\.core' tests --include='test_*.py')
+	.venv-oldest/bin/python -m pytest -m core $(cases) $(PYTEST_ARGS) $$(grep -rl 'mark\.core' tests --include='test_*.py')
 
 lint: .venv/.installed
 	.venv/bin/ruff format --check

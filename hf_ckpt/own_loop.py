@@ -51,7 +51,7 @@ from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
 from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
-from hf_ckpt.regions.execution_state import Randomness, is_compiled
+from hf_ckpt.regions.execution_state import RandomState, is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.other_models import trained_beside
@@ -344,7 +344,7 @@ class _ClosureSteps:
         attributes, modules = self._snapshots.now(), self._snapshots.modules
         parameters = self._parameters.of(modules, self._snapshots.parameters)
         proof = ReplayProof(f"Step {self._num_steps}", "forward", self._model.parameters, _TO_DO)
-        noted = attributes, self._buffers.of(modules), Randomness.now(self._on_devices)
+        noted = attributes, self._buffers.of(modules), RandomState.of(*self._on_devices)
         window = _ClosureWindow(*parameters, inputs, noted)
 
         def attempt() -> tuple[Any, Failed | None]:
@@ -354,7 +354,7 @@ class _ClosureSteps:
 
         def run_again() -> tuple[Any, Failed | None]:
             window.undo()
-            generators = Randomness.now(self._on_devices).others_than(window.randomness)
+            generators = RandomState.of(*self._on_devices).others_than(window.randomness)
             proof.check_start(generators, names_of(window.new_gradients(), self._model))
             proof.begin_replay()
             returned, failed = attempt()
@@ -399,7 +399,7 @@ class _ClosureWindow:
         parameters: Sequence[nn.Parameter],
         others: Sequence[nn.Parameter],
         inputs: Sequence[tuple[str, Tensor]],
-        noted: tuple[Attributes, SavedBuffers, Randomness],
+        noted: tuple[Attributes, SavedBuffers, RandomState],
     ) -> None:
         self._attributes, self.buffers, self.randomness = noted
         self._parameters = [*parameters, *others]

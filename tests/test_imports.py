@@ -254,6 +254,7 @@ def test_import_has_no_side_effect_and_loads_nothing_heavy(module: str) -> None:
     assert heavy.isdisjoint(effects["imported"])
 
 
+@pytest.mark.sweep
 def test_importing_every_core_module_touches_no_device() -> None:
     modules = [module_name(path) for path in sorted(PACKAGE.rglob("*.py")) if part_of(module_name(path)) in CORE]
     code = f"import {', '.join(modules)}; import torch; print(torch.cuda.is_initialized())"

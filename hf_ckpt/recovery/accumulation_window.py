@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.recovery.replay_proof import ReplayProof
-from hf_ckpt.regions.execution_state import Randomness
+from hf_ckpt.regions.execution_state import RandomState
 
 _LARGE_BYTES = 2**26
 """Of a buffer that is not copied to find out whether forwards change it, such as packed weights."""
@@ -299,7 +299,7 @@ class MicroBatch:
     """One call of a Trainer's `training_step`, and what things were like when it began."""
 
     call: TrainerCall
-    randomness: Randomness
+    randomness: RandomState
     attributes: Attributes
     buffers: SavedBuffers
     syncs_gradients: bool

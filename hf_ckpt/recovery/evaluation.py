@@ -21,7 +21,7 @@ from hf_ckpt.recovery.accumulation_window import (
 )
 from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
-from hf_ckpt.regions.execution_state import Randomness
+from hf_ckpt.regions.execution_state import RandomState
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class EvaluationRecovery:
         return self._in_halves(call, failure)
 
     def _try(self, call: TrainerCall) -> tuple[Any, Failure | None]:
-        noted, randomness = self._snapshots.now(), Randomness.now(self._on_devices)
+        noted, randomness = self._snapshots.now(), RandomState.of(*self._on_devices)
         # A step may take entries out of what it is given.
         call = call.with_inputs(copy.copy(call.inputs))
         with self._gathered.once():

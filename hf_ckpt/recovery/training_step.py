@@ -29,7 +29,7 @@ from hf_ckpt.recovery.escalation import Escalation, Failed
 from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
-from hf_ckpt.regions.execution_state import Randomness
+from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.trainer.other_models import trained_beside
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class TrainingSteps:
             attributes = attributes.without_large_tensors()
         micro_batch = MicroBatch(
             call,
-            Randomness.now(self._on_devices),
+            RandomState.of(*self._on_devices),
             attributes,
             self._buffers.of(modules),
             trainer.accelerator.gradient_state.sync_gradients,
@@ -230,7 +230,7 @@ class TrainingSteps:
             for number, micro_batch in enumerate(window.micro_batches[first:], first):
                 micro_batch.attributes.restore()
                 micro_batch.randomness.restore()
-                generators = Randomness.now(self._on_devices).others_than(micro_batch.randomness)
+                generators = RandomState.of(*self._on_devices).others_than(micro_batch.randomness)
                 kept = names_of(window.kept_gradients(), self._model) if number == 0 else []
                 window.proof.check_start(generators, kept)
                 gradient_state._set_sync_gradients(micro_batch.syncs_gradients)

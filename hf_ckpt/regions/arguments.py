@@ -6,8 +6,9 @@ would be appended to a second time.
 
 from __future__ import annotations
 
+import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.regions.fingerprints import BitSum, bit_sums, is_plain, sums_differ
 
 _OTHER_CACHES = frozenset(
     {
@@ -105,6 +109,11 @@ class GivenState:
         if not tensor.is_inference():
             self._tensors.append((tensor, tensor._version, place))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments, and in them, that count versions."""
+        inside = [each for _, (objects, _), _ in self._others for each in objects if type(each) is Tensor]
+        return [tensor for tensor, *_ in self._tensors] + [each for each in inside if not each.is_inference()]
+
     def find_change(self) -> tuple[int | str, str] | None:
         """Return the place of an argument that has changed and what a layer does that changes it so, or None."""
         for tensor, version, place in self._tensors:
@@ -117,6 +126,67 @@ class GivenState:
                     return place, "appends to a list that it is given, or changes what is in it"
                 return place, f"changes a {type(value).__name__} that it is given"
         return None
+
+
+class GivenBits:
+    """Sums of the bits of tensors that a call is given: `.data`, numpy and dlpack write past the versions of tensors.
+
+    What a recomputation gets in the place of them is a copy of what was there (offload), or was computed again.
+    """
+
+    __slots__ = ("_noted",)
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._noted = [(weakref.ref(tensor), _address(tensor), _sums_of([tensor])) for tensor in tensors]
+
+    def differ(
+        self, tensors: Sequence[Tensor], before: Sequence[BitSum] = (), now: Sequence[BitSum] = ()
+    ) -> bool | Tensor:
+        """Whether the bits of these tensors, or other sums, differ; a tensor on their device if that is not known."""
+        before, now = list(before), list(now)
+        for tensor, (found, address, sums) in zip(tensors, self._noted, strict=True):
+            if sums and (found() is tensor or _address(tensor) == address):
+                before += sums
+                now += _sums_of([tensor])
+        return sums_differ(before, now)
+
+
+class SharedSums:
+    """Sums of tensors that several regions are given (masks, rotary tables): made once a forward, and once a backward.
+
+    A region that asks a second time has begun another one.
+    """
+
+    def __init__(self) -> None:
+        # By the `id` of a tensor, and whether in a backward.
+        self._known: dict[tuple[int, bool], tuple[weakref.ref[Tensor], int, set[object], list[BitSum]]] = {}
+
+    def of(self, tensors: Sequence[Tensor], user: object) -> list[BitSum]:
+        """Return the sums of tensors for a region."""
+        found: list[BitSum] = []
+        is_backward = is_in_backward()
+        for tensor in tensors:
+            key, version = (id(tensor), is_backward), tensor._version
+            known = self._known.get(key)
+            if known is None or known[1] != version or user in known[2]:
+                reference = weakref.ref(tensor, partial(self._forget, key))
+                known = self._known[key] = reference, version, set(), _sums_of([tensor])
+            known[2].add(user)
+            found += known[3]
+        return found
+
+    def _forget(self, key: tuple[int, bool], _: object) -> None:
+        self._known.pop(key, None)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor is; 0 if it is not looked at."""
+    return tensor.data_ptr() if type(tensor) is Tensor and is_plain(tensor) else 0
+
+
+def _sums_of(tensors: Sequence[Tensor]) -> list[BitSum]:
+    # Weights are looked at with their modules.
+    return bit_sums([each for each in tensors if type(each) is Tensor], is_whole=False, is_sparse=True)
 
 
 def _read(value: Any) -> tuple[list[Any], list[Any]]:

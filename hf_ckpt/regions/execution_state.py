@@ -1,19 +1,23 @@
-"""What a run of a region depends on apart from its tensors and modules: generators, autocast, threads, transforms.
+"""What a run of a region depends on apart from tensors and modules: generators, autocast, modes, threads, transforms.
 
 Which run it is, the first, a recomputation or one for a check only, the thread knows.
 
-The state of the generators and of autocast is read and restored. Threads that run regions at the same time, and
-transforms of torch.func, are refused where a recomputation could not give what the forward gave.
+The state of the generators, of autocast, of modes and of context variables is read and restored. Threads that run
+regions at the same time, and transforms of torch.func, are refused where a recomputation could not give what the
+forward gave.
 """
 
 from __future__ import annotations
 
+import contextvars
+import ctypes
+import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -24,6 +28,10 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_operator_mode
+from torch.utils._python_dispatch import _push_mode as _push_operator_mode
 from torch.utils.checkpoint import set_device_states
 
 from hf_ckpt.errors import UnsupportedError
@@ -164,14 +172,115 @@ def is_repeated_by_others() -> bool:
 # --- Random numbers and autocast. ---
 
 
+class HostRandomState:
+    """State of the generators of Python's `random` and of `numpy.random`, the global ones.
+
+    To read it takes 100 us. So their memory is read, which takes less than one, and a state only if that is another one
+    than the last time.
+    """
+
+    __slots__ = ("_memory", "_states")
+
+    def __init__(self, memory: tuple[object, object], last: HostRandomState | None) -> None:
+        self._memory = memory
+        known = (None, None) if last is None else last._memory
+        self._states: tuple[Any, ...] = tuple(
+            last._states[at] if last is not None and memory[at] == known[at] else read()
+            for at, (_, read, _) in enumerate(_HOST_GENERATORS)
+        )
+
+    @staticmethod
+    def now() -> HostRandomState:
+        """Read it."""
+        memory, last = (_python_memory(), _numpy_memory()), _LAST_READ[0]
+        if last is None or last._memory != memory:
+            last = _LAST_READ[0] = HostRandomState(memory, last)
+        return last
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        memory = _python_memory(), _numpy_memory()
+        for was, now, state, (_, _, write) in zip(self._memory, memory, self._states, _HOST_GENERATORS, strict=True):
+            if was != now:
+                write(state)
+
+    @contextmanager
+    def brought_back(self) -> Iterator[None]:
+        """Let the block start from this state, and nothing after it notice."""
+        found = self.now()
+        try:
+            self.restore()
+            yield
+        finally:
+            found.restore()
+
+    def others_than(self, other: HostRandomState) -> list[str]:
+        """Name the generators that are in another state than they were."""
+        names = [name for name, *_ in _HOST_GENERATORS]
+        pairs = [] if self is other else zip(names, self._states, other._states, strict=True)
+        return [name for name, one, another in pairs if pickle.dumps(one) != pickle.dumps(another)]
+
+
+_HOST_GENERATORS: tuple[tuple[str, Callable[[], Any], Callable[[Any], None]], ...] = (
+    ("Python's", random.getstate, random.setstate),
+    ("numpy's", partial(np.random.get_state, legacy=False), np.random.set_state),  # the global one
+)
+_LAST_READ: list[HostRandomState | None] = [None]
+"""That of the process, as its generators are."""
+
+
+def _memory_of(value: Any, kind: Any) -> Any:
+    size = kind.__basicsize__ - object.__basicsize__
+    return (ctypes.c_char * size).from_address(id(value) + object.__basicsize__)
+
+
+_PYTHON: Any = random._inst  # CPython 3.11 to 3.14
+_PYTHON_WORDS = _memory_of(_PYTHON, random.Random.__base__)
+_NumpyWords = ctypes.c_char * (4 * 625)
+"""The words of numpy's own generator and the place among them, as it publishes them to who writes in C."""
+_NUMPY_KEPT = _memory_of(np.random.mtrand._rand, np.random.RandomState)  # numpy 2.0 to 2.5
+
+
+def _python_memory() -> object:
+    """Return what is another value if the generator is in another state."""
+    # `gauss` makes two numbers, and keeps one of them.
+    return (_PYTHON_WORDS.raw, _PYTHON.gauss_next) if _CAN_READ_MEMORY else random.getstate()
+
+
+def _numpy_memory() -> object:
+    """See `_python_memory`."""
+    generator: Any = np.random.mtrand.get_bit_generator()
+    if not _CAN_READ_MEMORY or type(generator) is not np.random.MT19937:
+        return pickle.dumps(np.random.get_state(legacy=False))
+    # What is kept of two numbers is in the object around the generator.
+    return _NumpyWords.from_address(generator.ctypes.state_address).raw, _NUMPY_KEPT.raw
+
+
+def _shows_draws() -> bool:
+    """Whether numbers that are drawn show in memory: other builds of Python or numpy may have it elsewhere."""
+    one, other = random.Random(0), np.random.RandomState(0)
+    places = _memory_of(one, random.Random.__base__), _memory_of(other, np.random.RandomState)
+    before = [place.raw for place in places]
+    one.random()
+    other.standard_normal()
+    return all(place.raw != was for place, was in zip(places, before, strict=True))
+
+
+_CAN_READ_MEMORY = _shows_draws()
+
+
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU's generator, and of those of the devices that tensors of a call lie on, or the current one."""
+    """State of all generators that a forward may draw from: torch's, Python's and numpy's.
+
+    torch's are the CPU's, and those of the devices that tensors of a call lie on, or the current one.
+    """
 
     cpu: Tensor
     devices: tuple[int, ...]
     device_states: tuple[Tensor, ...]
     device_type: str
+    host: HostRandomState = field(default_factory=HostRandomState.now)
 
     @classmethod
     def of(cls, *values: Any) -> RandomState:
@@ -186,62 +295,36 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.devices:
             set_device_states(list(self.devices), list(self.device_states), device_type=self.device_type)
+        self.host.restore()
 
     def is_same(self, other: RandomState) -> bool:
         """Whether no random number was drawn between this state and another one of the same devices."""
+        return not self.others_than(other)
+
+    def others_than(self, other: RandomState) -> list[str]:
+        """Name the generators that are in another state than they were."""
         ours, theirs = (dict(zip(one.devices, one.device_states, strict=True)) for one in (self, other))
         # Of a device that only one of them knows nothing can be said.
         both = ours.keys() & theirs.keys()
-        return torch.equal(self.cpu, other.cpu) and all(torch.equal(ours[device], theirs[device]) for device in both)
+        is_same = torch.equal(self.cpu, other.cpu) and all(torch.equal(ours[device], theirs[device]) for device in both)
+        return ["torch's"] * (not is_same) + self.host.others_than(other.host)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore the generators, on leaving the block, to what they were on entering it."""
+        found = HostRandomState.now()
         with torch.random.fork_rng(devices=list(self.devices), device_type=self.device_type, enabled=True):
-            yield
-
-
-@dataclass(frozen=True)
-class Randomness:
-    """The state of all generators that a forward may draw from: torch's, Python's and numpy's."""
-
-    of_torch: RandomState
-    of_python: Any
-    of_numpy: Any
-
-    @classmethod
-    def now(cls, tensors: Iterable[Any]) -> Randomness:
-        """Read them; torch's of the CPU and of the devices of `tensors`, as `RandomState.of` has them."""
-        return cls(RandomState.of(*tensors), random.getstate(), np.random.get_state())  # the global one
-
-    def restore(self) -> None:
-        """Bring them back."""
-        self.of_torch.restore()
-        random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)
+            try:
+                yield
+            finally:
+                found.restore()
 
     @contextmanager
     def brought_back(self) -> Iterator[None]:
         """Let the block draw what was drawn from this state on, and nothing after it notice."""
-        found = random.getstate(), np.random.get_state()
-        try:
-            with self.of_torch.kept():
-                self.restore()
-                yield
-        finally:
-            random.setstate(found[0])
-            np.random.set_state(found[1])
-
-    def others_than(self, other: Randomness) -> list[str]:
-        """Name the generators that are in another state than they were."""
-        (kind, keys, *rest), (other_kind, other_keys, *other_rest) = self.of_numpy, other.of_numpy
-        is_same_numpy = (kind, *rest) == (other_kind, *other_rest) and np.array_equal(keys, other_keys)
-        same = {
-            "torch's": self.of_torch.is_same(other.of_torch),
-            "Python's": self.of_python == other.of_python,
-            "numpy's": is_same_numpy,
-        }
-        return [name for name, is_same in same.items() if not is_same]
+        with self.kept():
+            self.restore()
+            yield
 
 
 @dataclass(frozen=True)
@@ -277,6 +360,76 @@ class AutocastState:
             for device_type, enabled, dtype, cache in self.settings:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
             yield
+
+
+# --- Context variables and modes. ---
+
+
+class ForwardContext:
+    """What surrounds a forward in its thread: context variables, and modes over functions (a device) and operators.
+
+    Of the latter not those of torch, which watch (FLOP counters) what runs in their block, nor this package's.
+    """
+
+    __slots__ = ("_functions", "_operators", "_variables")
+
+    def __init__(self) -> None:
+        self._variables = contextvars.copy_context()
+        self._functions = _of_others(_function_modes())
+        self._operators = [mode for mode in _of_others(_operator_modes()) if not _is_of("torch", mode)]
+
+    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Run a function in it again."""
+        functions, operators = _function_modes(), _operator_modes()
+        new = [mode for mode in self._operators if mode not in operators]
+        # A copy, as a context can be entered once.
+        variables = self._variables.copy()
+        if not new and _of_others(functions) == self._functions:
+            return variables.run(function, *args, **kwargs)
+        modes = [*self._functions, *(mode for mode in functions if _is_of("hf_ckpt", mode))]
+        with (
+            _replaced(functions, modes, _pop_mode, _push_mode),
+            # Below those that are there, as a selective region is given operators before them.
+            _replaced(operators, [*new, *operators], _pop_operator_mode, _push_operator_mode),
+        ):
+            return variables.run(function, *args, **kwargs)
+
+
+# The names below are private: torch 2.11 to 2.13.
+def _function_modes() -> list[Any]:
+    number = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(at) for at in range(number)]
+
+
+def _operator_modes() -> list[Any]:
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+
+
+def _of_others(modes: list[Any]) -> list[Any]:
+    return [mode for mode in modes if not _is_of("hf_ckpt", mode)] if modes else modes
+
+
+def _is_of(package: str, mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] == package
+
+
+@contextmanager
+def _replaced(
+    found: Sequence[Any], modes: Sequence[Any], pop: Callable[[], Any], push: Callable[[Any], None]
+) -> Iterator[None]:
+    """Let these modes be the ones in force. They are not entered, which may do more: they have been."""
+    _exchange(found, modes, pop, push)
+    try:
+        yield
+    finally:
+        _exchange(modes, found, pop, push)
+
+
+def _exchange(now: Sequence[Any], new: Sequence[Any], pop: Callable[[], Any], push: Callable[[Any], None]) -> None:
+    for _ in now:
+        pop()
+    for mode in new:
+        push(mode)
 
 
 def device_witnesses(tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Tensor]:
@@ -319,7 +472,7 @@ def _accelerator_type() -> str:
 class ConcurrentRun:
     """A run of a region, forward or recomputation, while other threads may run regions too. A context manager.
 
-    All state of a region belongs to its call or to its thread, except for torch's generators, which belong to the
+    All state of a region belongs to its call or to its thread, except for the generators, which belong to the
     process. If another thread draws while a region runs, the region draws other numbers in backward, and nothing else
     would show it. So runs in several threads are exact while no random number is drawn, and leaving the block raises
     `UnsupportedError` if the state of a generator has moved while another thread was in a region. Costs one check of
@@ -331,7 +484,7 @@ class ConcurrentRun:
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
         self._task = torch._C._current_graph_task_id()
-        self._random_state: list[Tensor] | None = None
+        self._random_state: _States | None = None
         with _LOCK:
             others = [run for run in _RUNS if not self._belongs_to(run)]
             _RUNS.append(self)
@@ -344,7 +497,7 @@ class ConcurrentRun:
         with _LOCK:
             _RUNS.remove(self)
         before, self._random_state = self._random_state, None
-        if before is not None and not all(map(torch.equal, before, _random_state())):
+        if before is not None and not _are_same(before, _random_state()):
             raise UnsupportedError(
                 "Two threads ran layers under a plan at the same time, and random numbers were drawn or brought back "
                 "meanwhile. Their generator is the whole process's, so that recomputation could not draw the same ones "
@@ -362,12 +515,19 @@ _RUNS: list[ConcurrentRun] = []
 """The runs that go on now, of all models, as all of them share the generators."""
 
 
-def _random_state() -> list[Tensor]:
+_States = tuple[list[Tensor], HostRandomState]
+
+
+def _random_state() -> _States:
     states = [torch.get_rng_state()]
     devices: Any = torch.get_device_module()
     if getattr(devices, "_initialized", False) and hasattr(devices, "get_rng_state_all"):
         states.extend(devices.get_rng_state_all())
-    return states
+    return states, HostRandomState.now()
+
+
+def _are_same(before: _States, now: _States) -> bool:
+    return all(map(torch.equal, before[0], now[0])) and not now[1].others_than(before[1])
 
 
 # --- Transforms: ways to differentiate that a region cannot go through. ---

@@ -18,8 +18,6 @@ follow or count operators do not see it.
 from __future__ import annotations
 
 import ctypes
-import random
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.selective import dispatch
 
 _WORD = 8
@@ -152,7 +149,7 @@ def _weights(start: int, size: int, device: torch.device) -> Tensor:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the bits of a tensor can be read."""
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
+        (type(tensor) is Tensor or type(tensor) is nn.Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and not tensor.is_quantized
@@ -391,34 +388,6 @@ def plain_tensors(value: Any) -> list[Tensor]:
     return [each for item in value for each in plain_tensors(item)] if isinstance(value, tuple | list) else []
 
 
-# --- The generators that a region may draw from. ---
-
-
-@dataclass(slots=True)
-class StateFingerprint:
-    """The generators that a region may draw from, at one moment."""
-
-    random: RandomState
-    python: object
-    """State of Python's `random`; None if it was not read."""
-    numpy: object
-    """State of `numpy.random`; None if it was not read, or numpy not imported."""
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any], *, reads_python: bool) -> StateFingerprint:
-        """Read the state; `reads_python` asks for the generators that are not torch's."""
-        python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
-        return cls(RandomState.of(list(tensors)), python, numpy)
-
-
-def _numpy_state() -> object:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, *rest = numpy.random.get_state()
-    return name, keys.tobytes(), tuple(rest)
-
-
 # --- Samples, and fingerprints that modes do not see. ---
 
 _NUM_BYTES = 64
@@ -555,6 +524,7 @@ def bit_sums(
     if not reads_late and any(map(is_read_late, tensors)):
         return []
     found: list[BitSum] = []
+    is_seen = torch._C._len_torch_dispatch_stack() > 0
     for tensor in tensors:
         # First what there is most of where the host has no time to lose.
         if (
@@ -566,8 +536,8 @@ def bit_sums(
             found.append(_bytes_sum(tensor))
         elif is_plain(tensor):
             # Without modes there is nobody to hide it from: no kernel of ours stands for these operators.
-            with unobserved() if torch._C._len_torch_dispatch_stack() else nullcontext():
-                found.append(_bit_sum(tensor.detach(), is_whole, is_sparse))
+            with unobserved() if is_seen else nullcontext():
+                found.append(_bit_sum(tensor, is_whole, is_sparse))
         elif type(tensor) is FakeTensor and not tensor.is_meta:
             # A simulated step has no values. What takes time here is in `Device.selective_seconds`.
             found.append(tensor.new_empty((), dtype=torch.int64) if is_read_late(tensor) else 0)
@@ -583,6 +553,8 @@ def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> BitSum:
     is_late = is_read_late(tensor)
     if not is_late and tensor.nbytes <= _AS_BYTES:
         return _bytes_sum(tensor.contiguous())
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     bits = _bits(_as_real(tensor) if tensor.is_complex() or tensor.is_neg() else tensor)
     if is_whole:
         total = _hash(bits)
@@ -608,7 +580,7 @@ def _all_weights(device: torch.device) -> Tensor:
 def _in_blocks(bits: Tensor, is_sparse: bool) -> Tensor:
     """Return a view of blocks of a tensor, or the tensor where it does not fill a piece of memory."""
     size = bits.numel()
-    if size <= _PERIOD or sum((n - 1) * step for n, step in zip(bits.shape, bits.stride(), strict=True)) + 1 != size:
+    if size <= _PERIOD or not (bits.is_contiguous() or _fills_a_piece(bits)):
         return bits
     period = _PERIOD if size < _LARGE else _LARGE_PERIOD
     if is_sparse:
@@ -616,15 +588,23 @@ def _in_blocks(bits: Tensor, is_sparse: bool) -> Tensor:
     return bits.as_strided(((size - _BLOCK) // period + 1, _BLOCK), (period, 1), bits.storage_offset())
 
 
+def _fills_a_piece(bits: Tensor) -> bool:
+    return sum((n - 1) * step for n, step in zip(bits.shape, bits.stride(), strict=True)) + 1 == bits.numel()
+
+
 def sums_differ(before: Sequence[BitSum], now: Sequence[BitSum]) -> bool | Tensor:
     """Whether tensors are others than before; a tensor on their device if that is not known yet."""
-    on_host = [[each for each in sums if isinstance(each, int)] for sums in (before, now)]
-    late = [[each for each in sums if type(each) is Tensor] for sums in (before, now)]
-    if on_host[0] != on_host[1] or len(late[0]) != len(late[1]):
+    (hosts, lates), (hosts_now, lates_now) = _apart(before), _apart(now)
+    if hosts != hosts_now or len(lates) != len(lates_now):
         return True
-    if not late[0]:
+    if not lates:
         return False
     with unobserved():
-        if len({each.device for each in late[0]}) > 1:
-            return any(bool(one != other) for one, other in zip(*late, strict=True))
-        return (torch.stack(late[0]) != torch.stack(late[1])).any()
+        if len({each.device for each in lates}) > 1:
+            return any(bool(one != other) for one, other in zip(lates, lates_now, strict=True))
+        return (torch.stack(lates) != torch.stack(lates_now)).any()
+
+
+def _apart(sums: Sequence[BitSum]) -> tuple[list[int], list[Tensor]]:
+    lates = [each for each in sums if type(each) is Tensor]
+    return ([] if len(lates) == len(sums) else [each for each in sums if isinstance(each, int)]), lates

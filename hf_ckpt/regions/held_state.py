@@ -119,9 +119,10 @@ class HeldState:
             self._shape = _Shape(self._places, values)
         return self._shape
 
-    def note(self) -> Held:
-        """Return what there is now, to start from it again; before a forward."""
-        return Held(self.look(), self._is_written, is_first=not self._num_forwards)
+    def note(self, *, is_looked_at: bool = False) -> Held:
+        """Return what there is now, to start from it again; before a forward. `is_looked_at`: just now."""
+        shape = self._shape if is_looked_at and self._shape is not None else self.look()
+        return Held(shape, self._is_written, is_first=not self._num_forwards)
 
     def end_forward(self, held: Held) -> None:
         """Complete a note when its forward ends."""
@@ -352,6 +353,8 @@ class _Shape:
             values[number] = self.roots[number]
         if not all(map(is_, values, self.roots)):
             return False
+        if not self._holders:
+            return True
         sizes, flat = self._flat_now()
         return (
             sizes == self._sizes

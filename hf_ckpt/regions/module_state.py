@@ -1,8 +1,8 @@
 """The state of the modules that a region runs: weights, large buffers, hooks, and what else modules hold.
 
-It is noted when a region's forward ends, and compared before each recomputation, which would otherwise use another
-state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored to what
-the forward found, for the recomputation alone; any other change raises an error.
+It is noted when a region's forward begins and ends, and compared before each recomputation, which would otherwise use
+another state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored
+to what the forward found, for the recomputation alone; any other change raises an error.
 
 Cheap enough for every step: modules are walked when one comes or goes; otherwise only attributes are read, and a few
 values of some trainable weights. Those values reveal optimizers that write past the versions of tensors (fused ones,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -21,10 +21,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
-from hf_ckpt.regions.fingerprints import Fingerprint, Samples
+from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
 
@@ -169,7 +170,7 @@ class CallState:
     `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_module", "_note", "_state", "_takes_gradients")
+    __slots__ = ("_found", "_hooks", "_module", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -180,6 +181,9 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
+        # From `setting` until the forward begins.
+        self._found: _Layout | None = None
+        self._hooks: tuple[list[int], _Hooks] = [], {}
         self._takes_gradients = False
 
     @property
@@ -205,11 +209,21 @@ class CallState:
         elif bool(is_wrong):
             refuse()
 
+    def sums_of(self, tensors: Sequence[Tensor]) -> list[BitSum]:
+        """Return the sums of the bits of what several regions are given; none if it is no region of a plan."""
+        return [] if self._state is None else self._state.errors.shared_sums.of(tensors, self._state)
+
     @property
     def module(self) -> nn.Module | None:
         """The module that runs."""
         module: nn.Module | None = self._module
         return module
+
+    def modules_of(self, module: nn.Module) -> Iterable[nn.Module]:
+        """Return a module and those inside; without a walk, if it is the one that runs."""
+        if self._state is None or module is not self._module:
+            return module.modules()
+        return self._state.layout(module).modules
 
     @property
     def errors(self) -> PendingErrors | None:
@@ -220,7 +234,7 @@ class CallState:
         """Return what tells hooks and settings from others; None where others have changed one since the last run."""
         if self._state is None:
             return ()
-        layout = self._state.layout(self._module)
+        layout = self._found = self._state.layout(self._module)
         if layout.held.has_changed():
             return None
         return self._state.path, layout.held.num_changes, *layout.hooks_now()
@@ -238,12 +252,16 @@ class CallState:
         me = state.enter()
         try:
             if self._note is None:
-                layout = state.layout(self._module)
-                before, held, above = layout.identities(), layout.held.note(), layout.above.note()
+                found, self._found = self._found, None
+                layout = found or state.layout(self._module)
+                held = layout.held.note(is_looked_at=found is not None)
+                before, above = layout.identities(), layout.above.note()
+                # A hook may take itself off while it runs.
+                self._hooks = layout.hooks_copied()
                 yield
                 layout.held.end_forward(held)
                 layout.above.end_forward(above)
-                self._note = _Note(state, layout, before, held, above)
+                self._note = _Note(state, layout, before, self._hooks, held, above)
             else:
                 with self._note.restored(state), gradient_hooks_put_back(self._note.weights()):
                     yield
@@ -252,11 +270,13 @@ class CallState:
 
     @contextmanager
     def unwritten(self) -> Iterator[None]:
-        """Refuse what the block writes for later: each slice would."""
+        """Refuse what the block, or a slice before it, writes for later: each slice would."""
         if self._state is None:
             yield
             return
         layout, refuse = self._state.layout(self._module), partial(_refuse_slices, self._state)
+        if layout.hooks_now() != self._hooks[0]:
+            refuse(["which hooks there are"])
         with layout.above.unchanged(refuse), layout.held.unchanged(refuse):
             yield
 
@@ -269,7 +289,9 @@ class _Layout:
         self.held = HeldState({module: path for path, module in root.named_modules()})
         self.above = HeldState(above, is_above=True)
         # Those without children too: a parametrization gives a linear layer its first one.
-        self._lists = [module._modules for module in self.modules]
+        self._all_children = [module._modules for module in self.modules]
+        self._sizes = list(map(len, self._all_children))
+        self._lists = list(filter(None, self._all_children))
         self._children = self._children_now()
         self.is_sharded = is_managed(root)
         self.shards = list(shards)
@@ -311,7 +333,7 @@ class _Layout:
 
     def has_same_children(self) -> bool:
         """Whether the same modules are there."""
-        return self._children_now() == self._children
+        return list(map(len, self._all_children)) == self._sizes and self._children_now() == self._children
 
     def lost_children(self) -> list[str]:
         """Name the modules that are gone."""
@@ -356,7 +378,7 @@ class _Layout:
 
 
 class _Note:
-    """The state when the forward of a call ended; `before` are the `identities` when it began."""
+    """The state when the forward of a call ended; `before` and `hooks` are the `identities` and hooks when it began."""
 
     __slots__ = (
         "_above",
@@ -378,6 +400,7 @@ class _Note:
         state: ModuleState,
         layout: _Layout,
         before: tuple[list[int], list[int]],
+        hooks: tuple[list[int], _Hooks],
         held: Held,
         above: Held,
     ) -> None:
@@ -387,7 +410,7 @@ class _Note:
         self._versions = versions_of(tensors)
         self._requires_grad = _all_require_grad(tensors)
         self._held, self._above = held, above
-        self._hook_numbers, self._hooks = layout.hooks_copied()
+        self._hook_numbers, self._hooks = hooks
         if before != (self._ids, self._versions):
             # What the region writes itself changes in each of its runs, and cannot be compared.
             for position, identity in enumerate(zip(*before, strict=True)):
@@ -435,13 +458,15 @@ class _Note:
             self._check_names(state, now.differences(found.shape))
         # Copies of tensors alone another thread need not find.
         is_shared = state.runs_elsewhere() and is_same and not changes
-        with ExitStack() as entered:
-            if not is_shared and (changes or found.has_copies or not is_same):
-                entered.enter_context(state.set_for_this_thread(changes))
-            entered.enter_context(held.as_in_forward(found, now, _refusing(state), is_shared=is_shared))
-            if not state.runs_elsewhere():
-                above = self._layout.above
-                entered.enter_context(above.as_in_forward(self._above, above.look(), _refusing(state), is_shared=False))
+        is_set = not is_shared and (changes or found.has_copies or not is_same)
+        refuse, above = partial(state.refuse, todo=_BEFORE_THAT), layout.above
+        with (
+            state.set_for_this_thread(changes) if is_set else nullcontext(),
+            held.as_in_forward(found, now, refuse, is_shared=is_shared),
+            nullcontext()
+            if state.runs_elsewhere()
+            else above.as_in_forward(self._above, above.look(), refuse, is_shared=False),
+        ):
             yield
 
     def weights(self) -> list[Any]:
@@ -525,10 +550,6 @@ class _Note:
             self._refuse_sharded(state)
 
 
-def _refusing(state: ModuleState) -> Callable[[str, Sequence[str]], None]:
-    return partial(state.refuse, todo=_BEFORE_THAT)
-
-
 def _refuse_slices(state: ModuleState, names: Sequence[str]) -> NoReturn:
     raise UnsupportedError(
         f"{state.path} is to run in tiles, but it writes {', '.join(names[:_MAX_NAMES])} for later, and would do so in "
@@ -579,12 +600,14 @@ def gradient_hooks_put_back(tensors: Iterable[Any]) -> Iterator[None]:
     For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
     """
     weights = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    before = list(map(_gradient_hooks, weights))
+    before, number = _gradient_hooks(weights), RemovableHandle.next_id
     try:
         yield
     finally:
-        if (after := list(map(_gradient_hooks, weights))) != before:
-            for weight, *pair in zip(weights, before, after, strict=True):
+        # Mostly there are none, and nobody has placed a hook anywhere.
+        if (before or RemovableHandle.next_id != number) and (after := _gradient_hooks(weights)) != before:
+            none = [((), ())] * len(weights)
+            for weight, *pair in zip(weights, before or none, after or none, strict=True):
                 for hooks, found, now in zip(_GRADIENT_HOOKS(weight), *pair, strict=True):
                     if found != now:
                         _put_gradient_hooks_back(hooks, dict(found))
@@ -608,9 +631,12 @@ def gradient_hooks_away(weights: Iterable[Tensor]) -> Iterator[None]:
 _GRADIENT_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def _gradient_hooks(weight: Tensor) -> tuple[tuple[tuple[int, Any], ...], ...]:
-    one, other = _GRADIENT_HOOKS(weight)
-    return tuple(one.items()) if one else (), tuple(other.items()) if other else ()
+def _gradient_hooks(weights: Sequence[Tensor]) -> list[tuple[tuple[tuple[int, Any], ...], ...]]:
+    """Return the hooks of each weight; nothing if none of them has any."""
+    found = list(map(_GRADIENT_HOOKS, weights))
+    if not any(map(any, found)):
+        return []
+    return [(tuple((one or {}).items()), tuple((other or {}).items())) for one, other in found]
 
 
 def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:

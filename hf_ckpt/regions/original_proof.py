@@ -33,8 +33,9 @@ from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.regions.execution_state import (
     AutocastState,
     ConcurrentRun,
+    ForwardContext,
     Function,
-    Randomness,
+    RandomState,
     extra_run,
     is_compiled,
     is_transformed,
@@ -167,8 +168,9 @@ class OriginalCall:
         self._given = proof.fingerprints([self._arguments[place] for place in self._places])
         self._goals = goals_of(self._arguments)
         weight = next(module.parameters(), None)
-        self._randomness = Randomness.now([*self._arguments.values(), weight])
+        self._random_state = RandomState.of(*self._arguments.values(), weight)
         self._autocast = AutocastState.now().without_cache()
+        self._context = ForwardContext()
         # The graph keeps them, and they come back for the recomputation.
         self._arguments.update(dict.fromkeys(self._places))
         self._arguments = {place: copied(value) for place, value in self._arguments.items()}
@@ -384,7 +386,7 @@ class OriginalCall:
         assert self._module is not None
         with ExitStack() as entered:
             for context in (
-                self._randomness.brought_back(),
+                self._random_state.brought_back(),
                 self._autocast.restored(),
                 gradient_hooks_put_back(self._module.parameters()),
                 HooksNoted(self._note_hook),
@@ -401,7 +403,8 @@ class OriginalCall:
             given.update((place, views[first]) for place, first in zip(self._places, self._firsts, strict=True))
             first_node = num_nodes_made()
             goals = goals_of(given)
-            returned = self._function(
+            returned = self._context.run(
+                self._function,
                 *(value for place, value in given.items() if isinstance(place, int)),
                 **{place: value for place, value in given.items() if isinstance(place, str)},
             )

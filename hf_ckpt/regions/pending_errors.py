@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hf_ckpt.regions.arguments import SharedSums
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import unobserved
 
@@ -42,6 +43,7 @@ class PendingErrors:
         self._backwards: WeakValueDictionary[int, list[_PendingError]] = WeakValueDictionary()
         self._held: list[_PendingError] = []
         self._is_holding = False
+        self.shared_sums = SharedSums()
 
     def __reduce__(self) -> tuple[Callable[[], PendingErrors], tuple[()]]:
         return PendingErrors, ()

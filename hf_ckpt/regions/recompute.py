@@ -12,11 +12,11 @@ import inspect
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,17 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
-from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenState, is_cache, is_filled
+from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenBits, GivenState, is_cache, is_filled
 from hf_ckpt.regions.compiled import recompute_compiled
 from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
+    ForwardContext,
     Function,
+    HostRandomState,
     RandomState,
     device_witnesses,
+    is_in_backward,
+    is_recomputed,
     keeps_activations,
     module_of,
     recomputing,
@@ -39,6 +43,7 @@ from hf_ckpt.regions.execution_state import (
     tensors_in,
     untransformed,
 )
+from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
 
 if TYPE_CHECKING:
@@ -110,19 +115,21 @@ class _Forward:
         self._run = run
         self._num_witnesses = num_witnesses
         self._holds = holds
-        self._has_begun = False
         self._is_forward = True
+        self._host_random: HostRandomState | None = None
         self._error: BaseException | None = None
 
     def __call__(self, *given: Any) -> Any:
         tensors = given[self._num_witnesses :]
         if not self._is_forward:
-            with recomputing():
+            # As torch's generators, which its checkpoint brings back.
+            with recomputing(), nullcontext() if self._host_random is None else self._host_random.brought_back():
                 return self._run(*tensors)
-        if self._has_begun:
-            # The generators are as they were when the forward began: torch has brought them back.
+        if self._host_random is not None:
+            # The generators are as they were when the forward began: torch has brought its own back.
+            self._host_random.restore()
             raise GradientInside(RandomState.of(*given))
-        self._has_begun = True
+        self._host_random = HostRandomState.now()
         try:
             with held_saved_tensors() if self._holds else nullcontext():
                 return self._run(*tensors)
@@ -132,6 +139,9 @@ class _Forward:
     def end(self, returned: Any) -> Any:
         """Return what the forward returned, or raise what it raised."""
         self._is_forward = False
+        if HostRandomState.now() is self._host_random:
+            # Nothing was drawn from them.
+            self._host_random = None
         if self._error is not None:
             try:
                 raise self._error
@@ -272,7 +282,7 @@ class _ModuleOutputs:
     """What the kept modules returned in one call of the layer, in the order in which they ran."""
 
     def __init__(self) -> None:
-        self._returned: list[tuple[Any, RandomState]] = []
+        self._returned: list[tuple[Any, RandomState, GivenBits]] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._is_complete = False
         self._next = 0
@@ -280,6 +290,7 @@ class _ModuleOutputs:
     def run(self, kept: KeptModules, call: Call, *tensors: Any) -> Any:
         """Run the layer: the first time for real, afterwards with the outputs that were kept."""
         self._next = 0
+        self._add_error = call.state.add_error
         found, kept.outputs = kept.outputs, self
         try:
             returned = call.run(*tensors)
@@ -292,23 +303,31 @@ class _ModuleOutputs:
 
     def _check_untouched(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
-            raise ChangedSinceForwardError(
-                "The layer, or what runs after it, changes its attention's output in place, so that it cannot be kept "
-                'for recomputing the layer around it. Use mode "full" for this layer instead of "ffn".'
-            )
+            self._refuse_written()
+
+    def _refuse_written(self) -> NoReturn:
+        raise ChangedSinceForwardError(
+            "The layer, or what runs after it, changes its attention's output in place, so that it cannot be kept "
+            'for recomputing the layer around it. Use mode "full" for this layer instead of "ffn".'
+        )
 
     def of(self, forward: Function, args: Any, kwargs: Any) -> Any:
         """Return the output of the kept module that runs now."""
         if self._is_complete:
-            output, random_state = self._returned[self._next]
+            output, random_state, bits = self._returned[self._next]
             self._next += 1
+            differ = bits.differ(tensors_in(output))
+            if isinstance(differ, Tensor):
+                self._add_error(differ, self._refuse_written)
+            elif differ:
+                self._refuse_written()
             # What follows must see the random numbers that it saw after the attention had drawn its own.
             random_state.restore()
             return output
         with _without_hooks_of_region():
             output = forward(*args, **kwargs)
         detached = tree_map_only(Tensor, _detached, output)
-        self._returned.append((detached, RandomState.of(detached)))
+        self._returned.append((detached, RandomState.of(detached), GivenBits(tensors_in(detached))))
         # A detached tensor shares its version counter with the tensor that the layer goes on with.
         self._versions.extend((tensor, tensor._version) for tensor in tensors_in(detached))
         return output
@@ -343,9 +362,23 @@ class Call:
     `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
     the modules that the function runs. The first run is the forward, unless `has_run` says that there was one.
     `in_parts`: each run is of other tensors, and a backward goes through it; the caller enters the state around them.
+    `made_again` are the numbers of tensors that are computed again for each run.
     """
 
-    __slots__ = ("_arguments", "_dicts", "_function", "_given", "_in_parts", "_places", "has_run", "state")
+    __slots__ = (
+        "_arguments",
+        "_bits",
+        "_context",
+        "_dicts",
+        "_function",
+        "_given",
+        "_in_parts",
+        "_others",
+        "_places",
+        "has_run",
+        "made_again",
+        "state",
+    )
 
     def __init__(
         self, function: Function, arguments: dict[int | str, Any], places: list[int | str], *, in_parts: bool = False
@@ -355,6 +388,10 @@ class Call:
         self._arguments = rest
         self._places = places
         self._in_parts = in_parts
+        self._context = ForwardContext()
+        self._bits: tuple[GivenBits, list[BitSum]] | None = None
+        self._others: list[Tensor] = []
+        self.made_again: Container[int] = ()
         # Layers hand keys and values on in a dictionary (gemma3n). Each recomputation gets it as it was before the
         # forward, and what it writes there reaches nobody.
         self._dicts = {place: copy.copy(value) for place, value in rest.items() if isinstance(value, dict | UserDict)}
@@ -382,6 +419,8 @@ class Call:
         given = {**self._arguments, **dict(zip(self._places, tensors, strict=True))}
         if self.has_run:
             self._check_unchanged()
+        self._watch_bits(tensors)
+        if self.has_run:
             given.update((place, copy.copy(value)) for place, value in self._dicts.items())
         with nullcontext() if self._in_parts else self.state.as_in_forward(), untransformed(), ConcurrentRun():
             if self.has_run and not self._in_parts:
@@ -389,12 +428,40 @@ class Call:
                 given = {place: _aliased(aliases, value) for place, value in given.items()}
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-            returned = self._function(*args, **kwargs)
+            if self.has_run and (is_recomputed() or is_in_backward()):
+                returned = self._context.run(self._function, *args, **kwargs)
+            else:
+                returned = self._function(*args, **kwargs)
         if not self.has_run:
             self.has_run = True
             self._arguments = {**self._arguments, **self._dicts}
         self._check_unchanged()
         return returned
+
+    def _watch_bits(self, tensors: Sequence[Tensor]) -> None:
+        """Sum the bits of what the call is given or, in later runs, look at whether they are the same."""
+        if self.has_run and (self._bits is None or (self._in_parts and not is_in_backward())):
+            return
+        # Slices are looked at by those who cut them.
+        own = [] if self._in_parts else [each for at, each in enumerate(tensors) if at not in self.made_again]
+        if self._bits is None:
+            self._others = self._given.tensors()
+            self._bits = GivenBits(own), self.state.sums_of(self._others)
+            return
+        bits, sums = self._bits
+        differ = bits.differ(own, sums, self.state.sums_of(self._others))
+        if isinstance(differ, Tensor):
+            self.state.add_error(differ, self.refuse_written)
+        elif differ:
+            self.refuse_written()
+
+    def refuse_written(self) -> NoReturn:
+        """Raise: what the call is given was written to past the versions of tensors."""
+        raise ChangedSinceForwardError(
+            f"{self.state.path or f'{self._function!r:.120}'} is recomputed in backward, but since its forward began "
+            "what it is given was written to past the versions of tensors (through .data, numpy or dlpack). "
+            "Recomputing it would give other values. Write to a copy, or leave it out of the policy."
+        )
 
     def _check_unchanged(self) -> None:
         changed = self._given.find_change()

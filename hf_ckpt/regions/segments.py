@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.policy.revolve import saved_on_the_way
+from hf_ckpt.regions.arguments import GivenBits
 from hf_ckpt.regions.execution_state import (
     AllRecomputed,
     AutocastState,
@@ -174,6 +175,7 @@ class _Link:
         self._autocast = AutocastState.now()
         # Index in the outputs of the layer before, or None for a tensor from elsewhere.
         self._sources = [_position(tensor, outputs) for tensor in tensors]
+        call.made_again = {number for number, source in enumerate(self._sources) if source is not None}
         own = [tensor for tensor, source in zip(tensors, self._sources, strict=True) if source is None]
         self._own_inputs = save_inputs(own)
 
@@ -193,6 +195,10 @@ class _Link:
             return self._call.run(*tensors)
         finally:
             runner.replayed = None
+
+    def add_error(self, is_written: Tensor) -> None:
+        """Have the backward refused, if what a layer returned was written to before the next one took it."""
+        self._call.state.add_error(is_written, self._call.refuse_written)
 
     def let_go(self, runner: SegmentRunner) -> None:
         """Free what an engine has gathered for the layer."""
@@ -238,6 +244,9 @@ class _Segment:
         self._links: list[_Link] = []
         self._outputs: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
+        self._bits = GivenBits(())
+        # Whether outputs were written to before the next layer took them, if only a device knows.
+        self._late: list[Tensor] = []
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._meta: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
@@ -246,10 +255,17 @@ class _Segment:
         if number != self._number or layer_idx <= self._layer_idx:
             return False
         sources = [_position(tensor, self._outputs) for tensor in tensors]
-        return sources[:1] not in ([], [None]) and all(
-            source is None or tensor._version == self._versions[source]
+        if sources[:1] in ([], [None]) or any(
+            source is not None and tensor._version != self._versions[source]
             for tensor, source in zip(tensors, sources, strict=True)
-        )
+        ):
+            return False
+        outputs = [each() for each in self._outputs]
+        # Past the versions too, see `GivenBits`.
+        differ = self._bits.differ([torch.empty(0) if each is None else each for each in outputs])
+        if isinstance(differ, Tensor):
+            self._late.append(differ)
+        return isinstance(differ, Tensor) or not differ
 
     def run(
         self,
@@ -290,6 +306,7 @@ class _Segment:
             returned = tensors_in(output)
             self._outputs = [weakref.ref(tensor) for tensor in returned]
             self._versions = [tensor._version for tensor in returned]
+            self._bits = GivenBits(returned)
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
         placeholder = _Placeholder(self, len(self._links) - 1)
@@ -299,6 +316,9 @@ class _Segment:
 
     def recompute(self, trigger: int) -> None:
         """Run layers again, for the backward of link `trigger`, and fill the placeholders that are to be filled now."""
+        late, self._late = self._late, []
+        for differ in late:
+            self._links[0].add_error(differ)
         start = max((link for link in self._snapshots if link <= trigger), default=0)
         outputs = self._snapshots.get(start, {})
         saved = self._saved_on_the_way(start, trigger)

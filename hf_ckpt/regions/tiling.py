@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.options import Tiles
+from hf_ckpt.regions.arguments import GivenBits
 from hf_ckpt.regions.execution_state import (
     AutocastState,
     ConcurrentRun,
@@ -119,6 +120,8 @@ class _Slices:
         self._cut = cut
         self._joined = Joined(cut, module)
         self._kept: list[_Slice] = []
+        # Whether a slice has written to its inputs, if only the device knows.
+        self._written: list[Tensor] = []
         self._needs_gradient = [tensor.requires_grad for tensor in inputs]
         # Which inputs a slice has given a gradient: the others get none, as they do of the whole. An optimizer that
         # decays weights steps where a gradient is zero, and not where there is none.
@@ -128,6 +131,7 @@ class _Slices:
         # A cast of a weight that autocast caches would belong to the graph of one slice, and be used by the next.
         self._autocast = AutocastState.now().without_cache()
         self._random_state = RandomState.of(inputs)
+        self._bits = GivenBits(inputs)
         # None in a recomputation, as the backward that follows is that of the slices that ran first.
         call_proof = tiling.proof.start_call(module, inputs) if tiling.proof is not None and tiling.recomputes else None
         self._alone = PositionsAlone(cut.dim, inputs, self._random_state)
@@ -155,26 +159,26 @@ class _Slices:
         """Run all slices and return the whole outputs; what the slices save is dropped if `recomputes`."""
         weights = self._weights_now()
         parts: set[int] = set()
-        with self._call.state.as_in_forward():
+        # The first slice writes what the whole would. What comes after it is to write nothing for later.
+        with self._call.state.as_in_forward(), ExitStack() as after_first:
             for number, (start, length) in enumerate(self._tiling.slices_to_run(self._cut.bounds, inputs)):
-                # The first writes what the whole would. Hooks that each places on a weight see its gradient once.
-                with (
-                    gradient_hooks_put_back(weights) if number else nullcontext(),
-                    self._call.state.unwritten() if number == 1 else nullcontext(),
-                ):
-                    if self._tiling.recomputes:
-                        graph, found = self._run_and_drop(inputs, weights, start, length)
-                        # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
-                        check_nothing_escapes(self._module, graph)
-                    else:
-                        self._kept.append(self._run(inputs, start, length))
-                        found = self._put(self._kept[-1], weights, start, length)
+                if number == 1:
+                    after_first.enter_context(self._call.state.unwritten())
+                    # Hooks that each places on a weight see its gradient once.
+                    after_first.enter_context(gradient_hooks_put_back(weights))
+                if self._tiling.recomputes:
+                    graph, found = self._run_and_drop(inputs, weights, start, length)
+                    # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
+                    check_nothing_escapes(self._module, graph)
+                else:
+                    self._kept.append(self._run(inputs, start, length))
+                    found = self._put(self._kept[-1], weights, start, length)
                 # Each slice may use others (experts).
                 parts |= found
+            outputs = self._joined.take()
+            self._compare_alone(inputs, outputs)
         # The others must not be in the graph: hooks on the gradients of idle experts would be called for nothing.
         self._weights = [self._weights[position] for position in sorted(parts)]
-        outputs = self._joined.take()
-        self._compare_alone(inputs, outputs)
         return outputs
 
     def _compare_alone(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
@@ -182,8 +186,8 @@ class _Slices:
         if type(self._module) is nn.Linear and self._call.runs(nn.Linear.forward):
             # One product: nothing inside of it could change.
             return
-        with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
-            wholes = [output for output in outputs if output is not None]
+        wholes = [output for output in outputs if output is not None]
+        with self._autocast.restored(), extra_run():
             differ = self._alone.outputs_differ(self._call.run, inputs, self._needs_gradient, wholes)
         is_first, self._tiling.is_checked = not self._tiling.is_checked, True
         if differ is None or (differ.device.type != "cpu" and not is_first):
@@ -222,6 +226,12 @@ class _Slices:
         sums = [_Sum(weight, len(self._cut.bounds)) for weight in self._weights_now()]
         if self._differ is not None:
             self._call.state.add_error(self._differ, partial(self._refuse, "values"))
+        for written in (*self._written, self._bits.differ(inputs)):
+            if isinstance(written, Tensor):
+                self._call.state.add_error(written, self._refuse_write)
+            elif written:
+                self._refuse_write()
+        self._written = []
         # Only the first backward is proven.
         proof = self._proof
         if proof is not None:
@@ -248,7 +258,7 @@ class _Slices:
 
     def _acts_on_gradients(self) -> bool:
         """Whether hooks on gradients act inside of the module: what they do may depend on other positions."""
-        modules = self._module.modules()
+        modules = self._call.state.modules_of(self._module)
         return self._alone.places_hooks or any(each._backward_hooks or each._backward_pre_hooks for each in modules)
 
     def _add_gradients(
@@ -281,7 +291,7 @@ class _Slices:
             self._cut.piece(x.detach(), start, length).requires_grad_(needs)
             for x, needs in zip(inputs, self._needs_gradient, strict=True)
         ]
-        versions = [piece._version for piece in pieces]
+        versions, bits = [piece._version for piece in pieces], GivenBits(pieces)
         with torch.enable_grad(), self._autocast.restored():
             proof, run = self._proof, self._call.run
             try:
@@ -291,14 +301,17 @@ class _Slices:
                 if "leaf Variable that requires grad is being used in an in-place" in str(error):
                     self._refuse_write(error)
                 raise
-        if [piece._version for piece in pieces] != versions:
+        written = bits.differ(pieces)
+        if isinstance(written, Tensor):
+            self._written.append(written)
+        elif written or [piece._version for piece in pieces] != versions:
             self._refuse_write()
         return _Slice(pieces, returned)
 
     def _refuse_write(self, cause: Exception | None = None) -> NoReturn:
         raise UnsupportedError(
-            f"{type(self._module).__name__} is to run in tiles, but it writes into its input, which its "
-            "recomputation needs. Leave tiles out for its layer."
+            f"{type(self._module).__name__} is to run in tiles, but it, or another module, writes into its "
+            "input, which its recomputation needs. Leave tiles out for its layer."
         ) from cause
 
     def _run_again(self, inputs: Sequence[Tensor], start: int, length: int) -> _Slice:

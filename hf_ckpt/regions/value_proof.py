@@ -39,7 +39,6 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.fingerprints import (
     Fingerprint,
-    StateFingerprint,
     all_equal,
     is_plain,
     largest_distance,
@@ -190,7 +189,7 @@ class ValueProof:
             self._has_said_inputs = True
             logger.warning(
                 "%s: its recomputation feeds %s, whose output is kept, something else than its forward did. Kernels "
-                "that do not repeat themselves, and noise that torch's generators do not draw, would explain it: with "
+                "that do not repeat themselves, and noise of a generator that no module holds, would explain it: with "
                 "such noise the gradients of this step are wrong. %s torch.use_deterministic_algorithms(True) chooses "
                 "kernels that repeat themselves, and then this stops the step.",
                 *(path, operator, "" if self.prove == "off" else "The next step proves which it is."),
@@ -325,8 +324,8 @@ class _Run:
     outputs: list[Fingerprint]
     modules: dict[str, list[Fingerprint]]
     """By name, of what the modules inside returned, call by call: checksums where whole outputs are compared too."""
-    before: StateFingerprint
-    after: StateFingerprint
+    before: RandomState
+    after: RandomState
 
 
 class Original(Protocol):
@@ -349,10 +348,7 @@ class KeptValues(Protocol):
         """Return how far apart is what was fed in both runs, None if that is not known, and its unit of rounding."""
 
 
-_UNKNOWN_CAUSE = (
-    "Random numbers that torch's own generators do not draw, state that its module does not hold, or a changed input "
-    "would explain it."
-)
+_UNKNOWN_CAUSE = "A generator or other state that its module does not hold, or a changed input would explain it."
 _KEPT_WRONG = (
     "Where nothing in the layer writes into it, this is a fault of hf_ckpt: please report it, and use another mode "
     "meanwhile."
@@ -404,7 +400,7 @@ class CallProof:
             return returned, None
         with _unobserved():
             fault = self._find_fault(
-                self._forward, run, returned, lambda: self._run_once_more(function, tensors, run.before.random)
+                self._forward, run, returned, lambda: self._run_once_more(function, tensors, run.before)
             )
         return returned, fault
 
@@ -480,14 +476,13 @@ class CallProof:
     def _run(
         self, function: Function, tensors: Sequence[Any], modules: dict[str, list[Fingerprint]]
     ) -> tuple[Any, _Run]:
-        # Those of Python and numpy tell what the forward drew from: a recomputation's are not needed.
         is_forward = self._forward is None
         with _unobserved():
-            before = StateFingerprint.of(tensors, reads_python=is_forward)
+            before = RandomState.of(list(tensors))
         with self._hooks(modules):
             returned = function(*tensors)
         with _unobserved():
-            after = StateFingerprint.of(tensors, reads_python=is_forward)
+            after = RandomState.of(list(tensors))
             # A recomputation's sketches are wanted only where its hashes differ.
             outputs = plain_fingerprints(plain_tensors(returned), has_sketch=is_forward)
         return returned, _Run(outputs, modules, before, after)
@@ -516,8 +511,7 @@ class CallProof:
         if (fault := self._fault_of_kept(is_fed=False)) is not None:
             return f"{fault} {_KEPT_WRONG}"
         if all_equal(forward.outputs, again.outputs):
-            draws = not forward.before.random.is_same(forward.after.random)
-            if draws and not forward.after.random.is_same(again.after.random):
+            if _drawn_from(forward) & {*again.after.others_than(forward.after)}:
                 return (
                     "its random numbers are not those of the forward: the state of the generators was not brought back."
                 )
@@ -597,14 +591,13 @@ def explaining_noise(
 
 def _random_cause(forward: _Run, again: _Run) -> str | None:
     """Return what drew other random numbers, as a sentence; None if nothing did."""
-    before, after, now = forward.before, forward.after, again.before
-    if not before.random.is_same(after.random) and not before.random.is_same(now.random):
-        return "The state of torch's generators was not brought back."
-    if before.numpy != after.numpy:
-        return "Its forward draws from numpy.random, which recomputation cannot bring back: draw from torch instead."
-    if before.python != after.python:
-        return "Its forward draws from random, which recomputation cannot bring back: draw from torch instead."
-    return None
+    others = _drawn_from(forward) & {*again.before.others_than(forward.before)}
+    return f"The state of {' and '.join(sorted(others))} generators was not brought back." if others else None
+
+
+def _drawn_from(run: _Run) -> set[str]:
+    """Name the generators that a run has drawn from; of others a recomputation finds what state there is."""
+    return {*run.after.others_than(run.before)}
 
 
 def _has_gradients(function: Function, tensors: Sequence[Any]) -> bool:

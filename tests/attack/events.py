@@ -111,7 +111,7 @@ def places_forward_pre_hook(training: Training, rng: random.Random) -> None:
     module.register_forward_pre_hook(lambda m, args: (args[0] * 1.5, *args[1:]), prepend=rng.random() < 0.5)
 
 
-@event("forward hook")
+@event("noise")
 def places_noisy_pre_hook(training: Training, rng: random.Random) -> None:
     def hook(module: nn.Module, args: Any) -> Any:
         noise = torch.from_numpy((np.random.rand(*args[0].shape) > 0.3) * 1.25)

@@ -6,21 +6,9 @@ import pytest
 
 from tests.attack.combinations import Combination
 from tests.attack.layer_events import EVENTS
-from tests.attack.verdicts import FAULTS, Outcome, Verdict, outcome_of
+from tests.attack.verdicts import FAULTS, Verdict, outcome_of
 
 NUM_SEEDS, TOGETHER = 3000, 10
-
-
-def is_known(outcome: Outcome) -> bool:
-    """Whether a fault is a limit that docs/policies.md tells of."""
-    event = EVENTS[outcome.combination.event]
-    # Numbers that are not torch's, writes past versions into what a region was given.
-    is_unseen = event.kind in ("noise", "write", "between layers") or event.name in (
-        "places_noisy_pre_hook",
-        "sets_context_around_forward",
-        "hook_removes_itself",
-    )
-    return outcome.verdict is Verdict.UNPROVEN and is_unseen
 
 
 @pytest.mark.sweep(keep=15)
@@ -28,9 +16,7 @@ def is_known(outcome: Outcome) -> bool:
 def test_late_events_are_exact_or_refused(first: int) -> None:
     outcomes = [outcome_of(Combination.of(seed)) for seed in range(first, first + TOGETHER)]
     assert [
-        each.describe()
-        for each in outcomes
-        if each.verdict in (*FAULTS, Verdict.UNPROVEN, Verdict.UNDEFINED) and not is_known(each)
+        each.describe() for each in outcomes if each.verdict in (*FAULTS, Verdict.UNPROVEN, Verdict.UNDEFINED)
     ] == []
 
 

@@ -176,6 +176,7 @@ def test_what_only_the_planner_can_say_is_refused(options: dict[str, Any], messa
         HFCkptCallback("auto", memory_budget="1GiB", **options)
 
 
+@pytest.mark.sweep
 def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

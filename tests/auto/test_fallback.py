@@ -63,6 +63,7 @@ def test_run_that_is_simulated_is_planned_for(tmp_path: Path) -> None:
     assert modes(callback) == ["none", "none"]
 
 
+@pytest.mark.sweep
 def test_nothing_fits_is_no_reason_to_fall_back(tmp_path: Path) -> None:
     with pytest.raises(BudgetError):
         trained(tmp_path, "auto", memory_budget="10KiB", fallback="full")

@@ -142,7 +142,7 @@ def test_given_optimizer_is_the_one_that_is_simulated(
 
 
 @pytest.mark.parametrize("name", ["Muon", "SGD with momentum", "Adagrad", "Adafactor", "of another library"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_budget_is_kept_and_losses_are_those_without_a_plan(tmp_path: Path, name: str) -> None:
     made, long = OPTIMIZERS[name], {"length": 256}
     run, callback = run_of(tmp_path, made, **long)

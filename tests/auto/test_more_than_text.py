@@ -265,7 +265,7 @@ def test_followed_step_is_the_predicted_one(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_followed_step_of_a_larger_batch_keeps_a_budget(tmp_path: Path, name: str) -> None:
     data = examples(KINDS[name], LARGER)
     run, callback = trainer(KINDS[name], tmp_path, data, "1GiB", per_device_train_batch_size=8)

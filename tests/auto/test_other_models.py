@@ -140,6 +140,7 @@ def test_another_model_is_found_and_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_teacher_of_a_loss_is_counted_and_a_budget_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(budget: str | None) -> tuple[Trainer, HFCkptCallback]:
         made, callback = run_of(tmp_path, budget=budget, kind=Asks)

@@ -145,6 +145,7 @@ MANY = {
 }
 
 
+@pytest.mark.sweep
 def test_generation_may_be_the_peak(tmp_path: Path) -> None:
     callback = auto()
     model = runs.model(num_hidden_layers=4, hidden_size=128)
@@ -179,6 +180,7 @@ def test_longest_prompt_is_planned_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lora"), [("GRPO", False), ("RLOO", True)])
+@pytest.mark.sweep
 def test_budget_below_none_is_kept_and_the_run_is_that_without_a_plan(tmp_path: Path, kind: str, lora: bool) -> None:
     more: dict[str, Any] = {"lora": lora, "completion": 8, "prompt": 120, **KL}
     plain = trainer(kind, tmp_path, **more)

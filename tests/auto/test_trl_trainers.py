@@ -228,7 +228,7 @@ def test_kernels_of_cuda_take_no_copies_of_a_tile_of_logits(tmp_path: Path) -> N
         ("SFT", "adapters off"),
     ],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_budget_below_none_is_kept_and_the_run_is_that_without_a_plan(tmp_path: Path, kind: str, case: str) -> None:
     plain = trainer(kind, case, tmp_path)
     plain.train()

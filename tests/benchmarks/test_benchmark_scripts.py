@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sweep
+
 pytest.importorskip("bitsandbytes")
 
 ROOT = Path(__file__).parents[2]

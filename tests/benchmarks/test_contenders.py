@@ -28,7 +28,10 @@ from hf_ckpt.simulation.tracker import parameters_and_buffers
 from tests import traces
 
 # peft goes by a name that transformers 5.23 gives up.
-pytestmark = pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
+    pytest.mark.sweep,
+]
 
 ORIGINS = (transformers_own, accelerate_fsdp, torchtitan_like, trl_offload, compiled)
 CONTENDERS: dict[str, Contender] = {one.name: one for origin in ORIGINS for one in origin.CONTENDERS}

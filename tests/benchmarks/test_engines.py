@@ -13,6 +13,8 @@ import torch.distributed as dist
 from benchmarks import engines
 from benchmarks.journal import FileJournal, ReadJournal
 
+pytestmark = pytest.mark.sweep
+
 NAMES = ["none", "full", "attention", "ffn", "none_again"]
 
 

@@ -17,6 +17,8 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.offload.host_memory import HostLimits, HostMemory
 from tests import exactness
 
+pytestmark = pytest.mark.sweep
+
 GIB = 2**30
 
 

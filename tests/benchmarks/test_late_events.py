@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.runner import main
 
+pytestmark = pytest.mark.sweep
+
 
 def test_a_range_of_seeds_is_counted_by_verdict(tmp_path: Path) -> None:
     out = tmp_path / "late_events.json"

@@ -16,6 +16,8 @@ from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.planner.integer_search import Limit
 from hf_ckpt.simulation.devices import CPU
 
+pytestmark = pytest.mark.sweep
+
 MIB = 2**20
 
 

@@ -27,6 +27,8 @@ from benchmarks.on_gpu.setting import Prepared, Setting, Stage
 from benchmarks.on_gpu.stages import STAGES
 from benchmarks.runner import WrongInputError
 
+pytestmark = pytest.mark.sweep
+
 HERE = {"code": "c", "commit": "1234567890", "versions": {"torch": "2"}, "device": "a card", "is_small": True}
 
 

@@ -34,6 +34,8 @@ from hf_ckpt.simulation.devices import (
 )
 from hf_ckpt.simulation.simulator import StepSimulator
 
+pytestmark = pytest.mark.sweep
+
 GIB = 2**30
 H200 = devices.find_device("h200")
 IS_CPU_ALONE = not torch.cuda.is_available()

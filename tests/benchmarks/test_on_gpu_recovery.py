@@ -14,6 +14,8 @@ from benchmarks.journal import Entry, FileJournal
 from benchmarks.on_gpu import recovery
 from benchmarks.on_gpu.setting import Setting
 
+pytestmark = pytest.mark.sweep
+
 SMALL = Setting(device="cpu", is_small=True)
 MIB = 2**20
 

@@ -27,7 +27,7 @@ from tests.benchmarks.test_on_gpu import children_of, entries, forked, in_flight
 # Imported here, so that no stage has to: each is forked from this process.
 assert {exactness, measurements, probe, recovery}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.sweep]
 
 SMALL = Setting(device="cpu", is_small=True)
 # Of stages that run the same code one is enough.

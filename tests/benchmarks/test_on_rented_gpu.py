@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks.on_gpu.identity import ROOT
 
+pytestmark = pytest.mark.sweep
+
 SCRIPT = ROOT / "scripts" / "on_rented_gpu.sh"
 # In the place of Python: it notes its words as a result, and may take its time.
 STAND_IN = '#!/usr/bin/env bash\necho "$@" > "$OUT/results.json"\n[ -z "${SLOW:-}" ] || sleep 30\n'

@@ -12,7 +12,10 @@ from benchmarks import overhead, step_costs
 from benchmarks.journal import FileJournal, ReadJournal
 
 # peft and transformers before 5.23 go by the older name.
-pytestmark = pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
+    pytest.mark.sweep,
+]
 
 OPTIONS = overhead.Options(device="cpu", case="llama_tiny", num_rounds=2)
 

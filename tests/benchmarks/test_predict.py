@@ -27,6 +27,8 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.simulation.devices import DEVICES
 from hf_ckpt.simulation.step_memory import Category
 
+pytestmark = pytest.mark.sweep
+
 OPTIONS = predict.Options(device="cpu", is_small=True, num_warmup=1, num_steps=1, calibration_s=0.05)
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.proof_launches import CASES, counted
 from benchmarks.runner import RESULTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 NUM_LAYERS = 32
 

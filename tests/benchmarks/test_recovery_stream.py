@@ -10,6 +10,8 @@ import pytest
 from benchmarks import recovery_stream
 from benchmarks.runner import main
 
+pytestmark = pytest.mark.sweep
+
 
 def test_steps_lost_and_changed_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The fourth batch has the first long row.

@@ -10,7 +10,9 @@ import pytest
 from benchmarks import recovery_sweep
 from benchmarks.runner import main
 from hf_ckpt.recovery.replay_proof import ReplayProof
-from hf_ckpt.regions.execution_state import Randomness
+from hf_ckpt.regions.execution_state import RandomState
+
+pytestmark = pytest.mark.sweep
 
 
 def swept(out: Path, *more: str) -> dict[str, dict[str, object]]:
@@ -29,7 +31,7 @@ def test_a_few_operators_are_recovered_from_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_random_numbers_that_are_not_brought_back_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Randomness, "restore", lambda self: None)
+    monkeypatch.setattr(RandomState, "restore", lambda self: None)
     # Else the recovery's own proof ends the run before.
     monkeypatch.setattr(ReplayProof, "_refuse", lambda self, what: None)
     assert swept(tmp_path / "sweep.json")["llama/after"]["wrong"] != []

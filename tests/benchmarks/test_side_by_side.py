@@ -29,6 +29,8 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.selective import kept_outputs
 
+pytestmark = pytest.mark.sweep
+
 TINY = Case(
     name="tiny",
     title="a tiny Llama",

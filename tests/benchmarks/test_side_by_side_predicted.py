@@ -23,6 +23,8 @@ from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.op_costs import copy_seconds
 from hf_ckpt.simulation.simulator import simulate_step
 
+pytestmark = pytest.mark.sweep
+
 LAYERS, HIDDEN, BATCH, TOKENS, RANK = 3, 64, 2, 128, 4
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 172, "num_attention_heads": 4, "num_key_value_heads": 4}
 MORE = {"head_dim": 16, "vocab_size": 256, "num_hidden_layers": LAYERS}

@@ -262,6 +262,7 @@ def test_plan_says_which_device_it_assumed_and_why(tmp_path: Path, capsys: pytes
     assert max(len(line) for line in printed.splitlines() if ".yaml" not in line) <= 80
 
 
+@pytest.mark.sweep
 def test_budget_that_nothing_fits_ends_with_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(
         small_recipes.write(tmp_path, model={"config": small_recipes.CONFIG}, checkpointing={"policy": "full"})

@@ -84,6 +84,7 @@ def test_what_cannot_be_launched_is_refused(
     assert launched == []
 
 
+@pytest.mark.sweep
 def test_launched_module_runs_the_same_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = small_recipes.write(tmp_path)
     # Not through `os.execv`, which would be the end of the tests.
@@ -96,6 +97,7 @@ def test_launched_module_runs_the_same_command(tmp_path: Path, capfd: pytest.Cap
     assert capfd.readouterr().out.startswith("model:")
 
 
+@pytest.mark.sweep
 def test_missing_library_is_told_with_the_extra_that_brings_it(tmp_path: Path) -> None:
     code = "import sys; sys.modules['datasets'] = None; from hf_ckpt.cli.main import main; sys.exit(main())"
 

@@ -101,6 +101,7 @@ def planned(answered: tuple[Path, Done], tmp_path: Path) -> tuple[Path, Done]:
     ],
     ids=["too large", "grid", "max-length", "plan"],
 )
+@pytest.mark.sweep(keep=1)
 def test_second_answer_is_the_first_one_without_torch(words: list[str], code: int, tmp_path: Path) -> None:
     first = run_here(tmp_path, *words)
     assert first.code == code
@@ -150,6 +151,7 @@ def test_plan_is_written_of_a_kept_answer_too(planned: tuple[Path, Done], tmp_pa
     assert out.read_text() == Plan.from_json(out.read_text()).to_json() + "\n"
 
 
+@pytest.mark.sweep
 def test_that_nothing_fits_is_kept_too(tmp_path: Path) -> None:
     first, second = (each(tmp_path, "plan", "--memory-budget", "1MiB") for each in (run_here, run))
     assert (first.code, second.code, second.out, second.loaded) == (1, 1, "", "")

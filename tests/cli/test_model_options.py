@@ -106,6 +106,7 @@ def test_recipe_of_ones_own_is_read_as_before(tmp_path: Path) -> None:
     assert read(str(path), "training.seed=7").training["seed"] == 7
 
 
+@pytest.mark.sweep
 def test_answer_for_a_model_is_that_for_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "rtx4090", "--quick", "--json"]
     assert main(["estimate", "shape/config.json", "--lora", "4", "--length", "64", "--batch", "2", *words]) == 0

@@ -48,6 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return model_in(tmp_path)
 
 
+@pytest.mark.sweep
 def test_answer_is_what_the_commands_tell(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

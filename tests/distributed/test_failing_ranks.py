@@ -71,6 +71,7 @@ def ended(starter: subprocess.Popen[str], folder: Path, fault: str, victim: int)
 @pytest.mark.parametrize(
     ("fault", "victim"), [*((fault, 1) for fault in ABOUT), ("is killed", 0), ("is killed in the command", 0)]
 )
+@pytest.mark.sweep(keep=1)
 def test_other_process_ends_and_says_why(
     starter: subprocess.Popen[str], tmp_path: Path, fault: str, victim: int
 ) -> None:
@@ -85,6 +86,7 @@ def test_other_process_ends_and_says_why(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.sweep(keep=1)
 def test_out_of_memory_under_ddp_ends_all_with_a_checkpoint_of_the_step_before(
     starter: subprocess.Popen[str], tmp_path: Path, victim: int
 ) -> None:
@@ -101,6 +103,7 @@ def test_out_of_memory_under_ddp_ends_all_with_a_checkpoint_of_the_step_before(
     assert [entry["step"] for entry in run.state.log_history if "loss" in entry] == [1, 2, 3]
 
 
+@pytest.mark.sweep
 def test_out_of_memory_in_clipping_ends_all_with_a_checkpoint_of_the_step_before(
     starter: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ def test_of_two_that_run_out_of_memory_one_writes_and_the_other_waits(
         ("fsdp2 that saves", "The newest complete checkpoint is {folder}/checkpoint-2: 0 steps are lost."),
     ],
 )
+@pytest.mark.sweep
 def test_out_of_memory_under_sharding_ends_all_and_names_the_last_checkpoint(
     starter: subprocess.Popen[str], tmp_path: Path, engine: str, where: str
 ) -> None:
@@ -149,6 +153,7 @@ def test_out_of_memory_under_sharding_ends_all_and_names_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.sweep
 def test_a_trainer_of_trl_under_ddp_ends_with_a_checkpoint_of_the_step_before(
     starter: subprocess.Popen[str], tmp_path: Path, kind: str
 ) -> None:
@@ -187,6 +192,7 @@ def test_process_that_is_slow_or_stopped_is_left_alone(starter: subprocess.Popen
     assert "has stopped" not in "".join(said)
 
 
+@pytest.mark.sweep
 def test_torchrun_ends_and_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

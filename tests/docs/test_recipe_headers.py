@@ -41,6 +41,7 @@ def test_header_says_what_the_recipe_needs(path: Path) -> None:
 
 
 @pytest.mark.parametrize("stem", ["tiny_llama_base", "tiny_llama_dpo_lora", "tiny_llama_lora"])
+@pytest.mark.sweep(keep=1)
 def test_header_is_what_is_predicted_now(stem: str) -> None:
     path = RECIPES / f"{stem}.yaml"
     if not can_be_loaded(path):

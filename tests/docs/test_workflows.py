@@ -28,8 +28,13 @@ def commands(path: Path) -> list[str]:
 def test_files_that_a_workflow_names_exist(path: Path) -> None:
     words = [word for command in commands(path) for word in command.split()]
     named = [word for word in words if re.fullmatch(r"(tests|constraints|scripts)[\w/.-]*", word)]
-    assert named
+    made = [word for word, before in zip(words[1:], words, strict=False) if before == "make" and word[0].islower()]
+    assert named + made
     assert [name for name in named if not (ROOT / name).exists()] == []
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [
+        target for target in made if not re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", makefile, re.MULTILINE)
+    ] == []
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

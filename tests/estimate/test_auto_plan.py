@@ -74,6 +74,7 @@ def test_other_policies_stay_as_they_are() -> None:
     assert with_auto_plan(recipe) == (recipe, [])
 
 
+@pytest.mark.sweep
 def test_budget_that_nothing_fits_is_told() -> None:
     with pytest.raises(BudgetError, match=r"No plan fits memory_budget=1.0 MiB"):
         with_auto_plan(recipe_with("checkpointing.policy=auto", "checkpointing.memory_budget=1MiB", *SMALL))

@@ -94,6 +94,7 @@ def test_amount_that_a_recipe_names_holds_where_the_memory_of_the_device_is_not_
     assert budget_of(subject, replace(CARD, memory_bytes=0)) == 64 * MIB
 
 
+@pytest.mark.sweep
 def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp_path: Path) -> None:
     predictor = Predictor(small_subject(tmp_path), CARD)
     reserved = predictor.reserved(None, [CARD])
@@ -108,6 +109,7 @@ def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp
         planned_on(predictor, replace(fits, memory_bytes=fits.memory_bytes - MIB), silent)
 
 
+@pytest.mark.sweep
 def test_where_weights_have_no_room_it_is_said_and_no_plan_is_searched_for(tmp_path: Path) -> None:
     subject = small_subject(tmp_path)
     predictor = Predictor(subject, CARD)

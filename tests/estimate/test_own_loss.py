@@ -97,6 +97,7 @@ def long_rows(kind: str) -> Dataset:
         ("Reward", "whole", {"center_rewards_coefficient": 0.01}),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_step_of_a_recipe_is_that_of_the_run(tmp_path: Path, kind: str, case: str, changes: dict[str, Any]) -> None:
     callback = auto()
     run = runs.trainer(kind, case, tmp_path, callback, data=long_rows(kind), **changes)
@@ -123,6 +124,7 @@ def test_step_of_a_recipe_is_that_of_the_run(tmp_path: Path, kind: str, case: st
         ("classification", ["training.gradient_accumulation_steps=2"]),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_recipe_takes_what_is_predicted_of_it(trainer: str, overrides: list[str], tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if trainer == "dpo":
@@ -169,6 +171,7 @@ MANY |= {"generation_kwargs": {"min_new_tokens": 50}}
         (MANY, None),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_generation_and_the_step_after_it_take_what_is_predicted(
     training: dict[str, Any], lora: dict[str, Any] | None, tmp_path: Path
 ) -> None:

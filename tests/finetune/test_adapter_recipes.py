@@ -89,6 +89,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
 
 
 @pytest.mark.parametrize("kind", ["ia3", "prompt_tuning", "prefix_tuning"])
+@pytest.mark.sweep(keep=1)
 def test_commands_take_the_adapter(kind: str, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe_of(kind, tmp_path, base)
     assert main(["inspect", str(path)]) == 0
@@ -103,6 +104,7 @@ def test_commands_take_the_adapter(kind: str, tmp_path: Path, base: Path, capsys
 
 
 @pytest.mark.parametrize("kind", ["vera", "p_tuning", "prefix_tuning"])
+@pytest.mark.sweep(keep=1)
 def test_verify_holds_for_the_adapter(
     kind: str, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

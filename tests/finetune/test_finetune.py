@@ -84,6 +84,7 @@ untied = pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.
 
 
 @untied
+@pytest.mark.sweep
 def test_adapter_recipe_trains_its_base_first(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tiny / "lora.yaml"), "--merge"]) == 0
     printed = capsys.readouterr().out

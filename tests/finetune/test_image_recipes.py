@@ -129,6 +129,7 @@ def test_largest_images_are_planned_for(llava: Path, tmp_path: Path) -> None:
     assert planning.predicted_bytes == pytest.approx(peak_bytes, rel=0.01)
 
 
+@pytest.mark.sweep
 def test_images_of_qwen3_vl_are_planned_for(qwen3_vl: Path, tmp_path: Path) -> None:
     auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
     path = write(tmp_path, qwen3_vl, checkpointing=auto)
@@ -180,6 +181,7 @@ def write_bounded(folder: Path, weights: Path, **sections: Any) -> Path:
 
 
 @pytest.mark.parametrize("overrides", [[], ["training.per_device_train_batch_size=1", "training.bf16=true"]])
+@pytest.mark.sweep(keep=1)
 def test_bounds_say_before_what_the_largest_images_take(qwen3_vl: Path, tmp_path: Path, overrides: list[str]) -> None:
     auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
     recipe = load_recipe(write_bounded(tmp_path, qwen3_vl, checkpointing=auto), overrides)

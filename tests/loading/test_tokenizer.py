@@ -33,6 +33,7 @@ def test_trained_tokenizer_reads_back_every_text(tmp_path: Path) -> None:
     assert len(ids(tokenizer, "the cat sat")) < len("the cat sat")
 
 
+@pytest.mark.sweep
 def test_trained_tokenizer_is_the_same_in_another_process(tmp_path: Path) -> None:
     code = (
         "import hashlib, pathlib; from hf_ckpt.loading.tokenizer import train_tokenizer;"

@@ -258,6 +258,7 @@ def test_plan_of_auto_is_not_made_anew_after_an_exception(tmp_path: Path) -> Non
 
 # torch looks at the attribute while it traces.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.sweep
 def test_compiled_model_loses_the_plan_too(tmp_path: Path) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "eval_strategy": "no"}
     model = llama()

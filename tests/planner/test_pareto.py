@@ -202,6 +202,7 @@ def test_equal_chains_get_equal_choices() -> None:
 
 @pytest.mark.parametrize("is_fine", [False, True])
 @pytest.mark.parametrize("spread", [0.0, 0.3])
+@pytest.mark.sweep(keep=1)
 def test_the_frontier_of_126_layers_stays_small(spread: float, is_fine: bool) -> None:
     # The planner's time goes with the number of plans that it keeps, which is the same on every machine.
     planner = ChainPlanner(decoder(126, spread, is_fine=is_fine))

@@ -134,6 +134,7 @@ class Toy:
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.sweep(keep=1)
 def test_prediction_is_what_happens_when_the_step_is_played_through(num_micro_batches: int) -> None:
     for seed in range(40):
         chain = Toy(seed, 5, num_micro_batches).chain()

@@ -77,6 +77,7 @@ def test_frontier_is_convex_and_monotone_from_full_to_selective(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["llama-lora", "qwen3_moe"])
+@pytest.mark.sweep(keep=1)
 def test_cost_of_a_list_is_that_of_the_step_that_keeps_it(name: str) -> None:
     built, step = model(name), replace(STEP, gradient_accumulation_steps=3)
     points = save_list_options(reading(built, "full", step), MIDDLE)

@@ -46,6 +46,7 @@ def result() -> dict[str, object]:
     return sweep(TINY, 4, silent)
 
 
+@pytest.mark.sweep
 def test_no_plan_exceeds_its_budget(result: dict[str, object]) -> None:
     assert verdict(result)["num_over_budget"] == 0
 
@@ -70,6 +71,7 @@ def test_the_same_question_has_the_same_answer_and_it_survives_json(chain: Chain
     assert first.memory.peak_bytes <= budget
 
 
+@pytest.mark.sweep
 def test_a_budget_below_every_plan_says_what_would_fit() -> None:
     step = replace(TINY.step, batch_size=4, seq_length=512)
     with pytest.raises(BudgetError) as error:
@@ -125,6 +127,7 @@ def test_what_the_chain_knows_to_exceed_the_budget_is_not_simulated(
     assert [choice.peak_bytes > budget for choice in tried if choice.entries not in of_user] == [False]
 
 
+@pytest.mark.sweep
 def test_a_budget_below_all_segments_is_met_by_a_binomial_schedule() -> None:
     with torch.device("meta"):
         deep = LlamaForCausalLM(

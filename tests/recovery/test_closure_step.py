@@ -275,6 +275,7 @@ def test_large_batches_run_lean_and_small_ones_fast() -> None:
     assert [step(4, is_told=False) for _ in range(3)] == [0, 0, 0]
 
 
+@pytest.mark.sweep
 def test_auto_takes_the_plan_that_hf_ckpt_plan_returns() -> None:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -286,6 +287,7 @@ def test_auto_takes_the_plan_that_hf_ckpt_plan_returns() -> None:
     applied.remove()
 
 
+@pytest.mark.sweep
 def test_with_auto_the_planner_gives_the_leaner_plan(caplog: pytest.LogCaptureFixture) -> None:
     expected = Loop(llama(), "none", FailingOperators()).train()
     got = Loop(llama(), "auto", FailingOperators({1: [40], 2: [600]})).train()

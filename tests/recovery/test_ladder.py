@@ -567,6 +567,7 @@ def test_by_default_an_error_ends_the_run(tmp_path: Path, limit: int) -> None:
     assert "ckpt/oom_recovered" not in callback.report()
 
 
+@pytest.mark.sweep
 def test_with_auto_the_planner_gives_the_leaner_plan(tmp_path: Path, limit: int) -> None:
     callback = HFCkptCallback("auto", memory_budget="1GiB", prove="off")
     run = streamed(tmp_path, callback, limit=limit)

@@ -101,6 +101,7 @@ def failing(folder: Path, number: int, *, after: bool, **options: Any) -> tuple[
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.sweep(keep=1)
 def test_a_step_is_recovered_before_its_first_write_and_ended_after_it(after: bool, tmp_path: Path) -> None:
     _, expected, _ = trained(tmp_path, torch.optim.AdamW, on_oom="error")
     _, mode = failing(tmp_path, 10**6, after=after)

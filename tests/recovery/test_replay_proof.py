@@ -27,7 +27,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recovery.accumulation_window import Gradients, Window
 from hf_ckpt.recovery.escalation import Escalation
 from hf_ckpt.recovery.replay_proof import ReplayProof
-from hf_ckpt.regions.execution_state import Randomness
+from hf_ckpt.regions.execution_state import RandomState
 from tests.training import During, arguments, changed, llama, losses, rows, weights
 
 NUM_STEPS = 4
@@ -410,7 +410,7 @@ def keep_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Randomness, "restore", lambda self: None)
+    monkeypatch.setattr(RandomState, "restore", lambda self: None)
 
 
 FAULTS = [

@@ -120,12 +120,14 @@ def test_layers_compiled_by_hand_are_exact(backend: Any) -> None:
 
 @pytest.mark.slow
 @every_way
+@pytest.mark.sweep(keep=1)
 def test_what_was_compiled_before_the_plan_is_exact(make: Callable[[Any, Any], nn.Module]) -> None:
     hold(make, "eager", "full", is_later=False)
 
 
 @pytest.mark.slow
 @every_way
+@pytest.mark.sweep(keep=1)
 def test_what_is_compiled_under_the_plan_is_exact(make: Callable[[Any, Any], nn.Module]) -> None:
     hold(make, "eager", "full", is_later=True)
 
@@ -142,6 +144,7 @@ def test_what_is_compiled_under_the_plan_is_exact(make: Callable[[Any, Any], nn.
         ("full", {"offload": "cpu"}),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_every_mode_is_exact_under_a_backend_that_runs_graphs_as_they_are(policy: str, options: dict[str, Any]) -> None:
     hold(compile_model, "eager", policy, is_later=False, **options)
 

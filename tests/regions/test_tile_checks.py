@@ -173,6 +173,7 @@ def test_trainer_stops_before_the_optimizer_steps(
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "attention", "ffn"])
+@pytest.mark.sweep(keep=1)
 def test_every_step_of_a_run_with_adapters_and_dropout_is_proven(mode: str, tmp_path: Path) -> None:
     callback = HFCkptCallback(mode, tiles=3, prove=1)
     run = training.trainer(training.lora(), tmp_path, callback, gradient_accumulation_steps=2, bf16=True)

@@ -103,7 +103,7 @@ def assert_equal(once: StepMemory, whole: StepMemory) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 def test_a_step_traced_once_is_the_step_traced_whole(name: str) -> None:
     model_type, num_layers, policy, options, count = CASES[name]
     with counted_copies() as counts:
@@ -154,6 +154,7 @@ def test_layers_that_all_differ_are_traced_at_the_first_try() -> None:
     assert [call.kwargs["reuse"] for call in traced.call_args_list] == [None]
 
 
+@pytest.mark.sweep
 def test_adapters_and_micro_batches_are_traced_once() -> None:
     settings = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
     step = replace(STEP, gradient_accumulation_steps=3)
@@ -173,6 +174,7 @@ def test_a_segment_lets_go_of_the_proof_of_layers_that_are_not_traced() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "phimoe"])
 @pytest.mark.parametrize("sharding", [Sharding(), Sharding(engine="zero3", world_size=4)], ids=["whole", "zero3"])
+@pytest.mark.sweep
 def test_the_first_step_s_proof_is_traced_once(model_type: str, sharding: Sharding) -> None:
     step = Step(batch_size=8, seq_length=64, autocast="bfloat16", is_proven=True, sharding=sharding)
     assert_equal(*both(model(model_type, 8), "full", step))

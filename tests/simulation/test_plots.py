@@ -146,6 +146,7 @@ def test_small_steps_are_drawn_in_small_units(figures: list[Any], tmp_path: Path
     assert plots._clock_of(0.002).format(0.0015) == "1.5"
 
 
+@pytest.mark.sweep
 def test_names_of_areas_stay_inside_of_them(figures: list[Any], tmp_path: Path) -> None:
     plots.draw_steps(STEPS, tmp_path / "steps.png", title="", limit_bytes=2 * GIB)
     renderer = figures[0].canvas.get_renderer()

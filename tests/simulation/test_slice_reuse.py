@@ -111,6 +111,7 @@ def events(step: TracedStep) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sweep(keep=1)
 def test_slices_traced_once_are_all_slices(name: str) -> None:
     model_type, policy, options, step = CASES[name]
     built, parsed, some, every = model(model_type), Policy.parse(policy, **options), Slices(), Slices(reuses=False)

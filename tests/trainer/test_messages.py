@@ -32,6 +32,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in lines if line.startswith("hf_ckpt: ")]
 
 
+@pytest.mark.sweep(keep=1)
 def test_a_plain_script_shows_plan_prediction_and_measurement(tmp_path: Path) -> None:
     script = """
     from hf_ckpt import HFCkptCallback

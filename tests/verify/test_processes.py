@@ -40,6 +40,7 @@ def details(report: dict[str, Any], verdict: str) -> dict[str, str]:
     return {check["name"]: check["detail"] for check in report["checks"] if check["verdict"] == verdict}
 
 
+@pytest.mark.sweep
 def test_fault_of_one_process_fails_all(tmp_path: Path) -> None:
     code, report = verified(tmp_path, "ddp", "--setup", "tests.verify_setups:lose_random_state_in_process_1")
     failed = details(report, "fail")

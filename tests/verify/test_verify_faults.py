@@ -298,8 +298,12 @@ def roll(module: nn.Module, own: Callable[..., Tensor], hidden_states: Tensor) -
     return own(hidden_states).roll(int(is_in_backward()), 1)
 
 
+_GENERATOR = numpy.random.default_rng(0)
+
+
 def draw_from_numpy(module: nn.Module, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
-    return own(hidden_states) * float(numpy.random.uniform(0.5, 1.5))
+    # The module does not hold it.
+    return own(hidden_states) * float(_GENERATOR.uniform(0.5, 1.5))
 
 
 def draw_from_its_own(module: Any, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:

@@ -22,11 +22,13 @@ nothing is not kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -141,32 +143,25 @@ class KeptOutputs:
             return
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         detach = Tensor.clone if number in self._coverage.copied_calls else Tensor.detach
-        if isinstance(output, Tensor):
-            detached = detach(output)
-            tensors = [detached]
-        else:
-            detached = tree_map_only(Tensor, detach, output)
-            tensors = list(nested_tensors_in(detached))
+        detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
+        tensors = _tensors_of(detached)
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         fed = fed_tensors(kind, args)
-        shapes, sums = [tensor.shape for tensor in fed], self._sums(tensors)
+        sums = bit_sums(tensors, is_whole=self._is_whole)
         reads_late = self._is_whole or len(self._entries) % TURNS == self._turn
-        sums_of_fed = self._sums_of_fed(kind, fed, reads_late=reads_late)
-        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, *sums_of_fed)
-
-    def _sums(self, tensors: Sequence[Tensor]) -> list[BitSum]:
-        return bit_sums(tensors, is_whole=self._is_whole)
+        of_fed, fingerprints = self._sums_of_fed(kind, fed, reads_late)
+        shapes = [tensor.shape for tensor in fed]
+        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, of_fed, fingerprints)
 
     def _sums_of_fed(
-        self, kind: OperatorKind, fed: list[Tensor], *, reads_late: bool = True
+        self, kind: OperatorKind, fed: list[Tensor], reads_late: bool = True
     ) -> tuple[list[BitSum], list[Fingerprint]]:
         """Return sums of what an operator is fed; in a proven call fingerprints too, which tell how far apart it is."""
         if kind is ADAPTED_LAYER:
             # It feeds its adapter what it is fed.
             return [], []
         # A simulated step counts the memory of both, and has no values.
-        found = [] if self._values is None else self._values.fingerprints(fed, has_sketch=True)
-        if found:
+        if self._values is not None and (found := self._values.fingerprints(fed, has_sketch=True)):
             return [each.hash for each in found], found
         return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), []
 
@@ -192,7 +187,7 @@ class KeptOutputs:
                 entry.output = tree_map_only(Tensor, partial(_handed_over, keeper), entry.output)
 
     def _sums_of(self, entry: _KeptOutput) -> list[BitSum]:
-        return self._sums(list(nested_tensors_in([entry.output])))
+        return bit_sums(_tensors_of(entry.output), is_whole=self._is_whole)
 
     # --- Recomputation. ---
 
@@ -214,37 +209,35 @@ class KeptOutputs:
                 f"{list(map(list, shapes))} where the forward had {list(map(list, entry.shapes))}: the layer does not "
                 "repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
             )
-        weight = linear_weight(entry.kind, args)
         if entry.fed:
             now, fingerprints = self._sums_of_fed(entry.kind, fed)
-            self._look(_Look(number, weight, True, entry.fed, now, entry.fingerprints, fingerprints))
-        return self._pop(number, weight)
+            # What is known to be equal needs no second look.
+            if _are_late(now) or now != entry.fed:
+                weight = linear_weight(entry.kind, args)
+                self._looked_at.append(_Look(number, weight, True, entry.fed, now, entry.fingerprints, fingerprints))
+        return self._pop(number, args)
 
-    def _pop(self, number: CallId, weight: int) -> Any:
+    def _pop(self, number: CallId, args: Any) -> Any:
         entry = self._entries.pop(number)
-        output = entry.output
         if (keeper := self._keeper) is not None:
-            output = tree_map_only(_KeeperHandle, lambda handle: keeper.get(handle.value).detach(), output)
-        is_known, sums = self._may_run_again(entry), entry.sums
+            entry.output = tree_map_only(_KeeperHandle, lambda each: keeper.get(each.value).detach(), entry.output)
+        may_run_again = self._may_run_again(entry)
         # That of an adapted layer was looked at by `is_kept`, when it began.
-        if not is_known or entry.kind is not ADAPTED_LAYER:
-            sums = self._sums(list(nested_tensors_in([output])))
-        if is_known and sums != entry.sums:
-            return NOT_KEPT
+        if not may_run_again or entry.kind is not ADAPTED_LAYER:
+            sums = self._sums_of(entry)
+            if may_run_again:
+                if sums != entry.sums:
+                    return NOT_KEPT
+            elif _are_late(sums) or sums != entry.sums:
+                self._looked_at.append(_Look(number, linear_weight(entry.kind, args), False, entry.sums, sums))
         if entry.random_state is not None:
             # What follows must draw the numbers that it drew behind this operator.
             entry.random_state.restore()
-        self._look(_Look(number, weight, False, entry.sums, sums))
-        return output
+        return entry.output
 
     def _may_run_again(self, entry: _KeptOutput) -> bool:
         """Whether it is known at once that an output was written to, by nothing that the first step looks for."""
-        return self._values is None and self._keeper is None and not any(isinstance(s, Tensor) for s in entry.sums)
-
-    def _look(self, look: _Look) -> None:
-        # What is known to be equal needs no second look.
-        if look.is_late or look.before != look.now:
-            self._looked_at.append(look)
+        return self._values is None and self._keeper is None and not _are_late(entry.sums)
 
     def is_kept(self, number: CallId) -> bool:
         """Whether what an adapted layer returned is there, or is not needed by what backward needs."""
@@ -307,13 +300,13 @@ class KeptOutputs:
         if all(look.is_fed for look in found):
             # Kernels of a device need not repeat themselves; those of a CPU do, but for a few.
             region = None if torch.are_deterministic_algorithms_enabled() else self._region
-            if region is not None and (region.has_noise or all(look.is_late for look in found)):
+            if region is not None and (region.has_noise or all(_are_late(look.now) for look in found)):
                 region.note_other_inputs(name)
                 return
             raise UnsupportedError(
                 f"{where} {name}, whose output is kept, is fed something else there than in the forward, so that its "
-                "gradients would be wrong. Random numbers that torch's generators do not draw, a counter or a changed "
-                'input would explain it. Draw from torch, or use mode "none" for it.'
+                "gradients would be wrong. A generator or a counter that no module holds, or a changed input would "
+                'explain it. Draw from torch, or use mode "none" for it.'
             )
         raise UnsupportedError(
             f"{where} the output of {name}, which is kept for that, is no longer what the forward returned: somebody "
@@ -330,8 +323,7 @@ class KeptOutputs:
         return f"{operator} number {place + 1}" + f" ({owner.rpartition('.')[0]})" * bool(owner)
 
 
-@dataclass(slots=True)
-class _Look:
+class _Look(NamedTuple):
     """A comparison of what an operator was fed, or returned, in forward and in recomputation."""
 
     number: CallId
@@ -343,18 +335,25 @@ class _Look:
     fingerprints_before: Sequence[Fingerprint] = ()
     fingerprints_now: Sequence[Fingerprint] = ()
 
-    @property
-    def is_late(self) -> bool:
-        """Whether a device has the answer."""
-        return any(isinstance(each, Tensor) for each in self.now)
-
     def differs(self) -> bool:
         return bool(sums_differ(self.before, self.now))
 
 
 def _differ(looked_at: Sequence[_Look]) -> bool | Tensor:
-    before, now = ([each for look in looked_at for each in getattr(look, name)] for name in ("before", "now"))
+    before, now = (list(chain.from_iterable(map(attrgetter(name), looked_at))) for name in ("before", "now"))
     return sums_differ(before, now)
+
+
+def _are_late(sums: Iterable[BitSum]) -> bool:
+    """Whether a device has one of them."""
+    return not _ON_HOST.issuperset(map(type, sums))
+
+
+_ON_HOST = frozenset({int})
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else list(nested_tensors_in(output))
 
 
 def _handed_over(keeper: Keeper, tensor: Tensor) -> _KeeperHandle:

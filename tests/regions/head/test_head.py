@@ -164,6 +164,7 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
 
 @core
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.sweep
 def test_compiled_model_is_refused_and_compiled_layers_are_not() -> None:
     model = llama(num_hidden_layers=1)
     expected = step(model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hf_ckpt
+from hf_ckpt.errors import ChangedSinceForwardError
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload.cuda import CudaCopy, CudaIncomingTensor, CudaWire
 from hf_ckpt.regions.offload.host_buffers import HostLink
@@ -48,7 +49,11 @@ def test_a_source_that_is_freed_early_is_found(case: zoo.Case, monkeypatch: pyte
 
 def test_a_tensor_that_is_used_early_is_found(case: zoo.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaIncomingTensor, "take", lambda arrival: arrival._layout.finish(arrival._tensor))
-    changed, _ = late_link(case, "full")
+    try:
+        changed, _ = late_link(case, "full")
+    except ChangedSinceForwardError:
+        # Where it happens to lie in the place of what the region was given, the region says so.
+        return
     assert changed
 
 
