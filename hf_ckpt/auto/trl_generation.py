@@ -24,7 +24,7 @@ from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss, with_globals
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.upstream import trl
-from hf_ckpt.upstream.transformers import ENDS_GENERATION
+from hf_ckpt.upstream.transformers import CACHE, ENDS_GENERATION
 
 _TOKEN = 5
 _MAX_PROMPTS = 2000
@@ -165,9 +165,9 @@ def _generated(model: Any, config: Any, mask: Tensor, cache: Any) -> Any:
     # Whether a row has ended depends on the weights.
     bare: Any = without_adapter(model)
     setattr(bare, ENDS_GENERATION, _after_a_token)
-    given = {} if cache is None else {"past_key_values": cache}
+    given = {} if cache is None else {CACHE: cache}
     ids = torch.full(tuple(mask.shape), _TOKEN)
-    return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **given).past_key_values
+    return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **given)[CACHE]
 
 
 def _after_a_token(**kwargs: Any) -> StoppingCriteriaList:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_ckpt.upstream import Feature, stand_ins
 
@@ -45,6 +48,9 @@ if SEAM.gone:
         """No layer has the seam."""
 
 
+CACHE = "cache" if "cache" in inspect.signature(BaseModelOutputWithPast).parameters else "past_key_values"
+"""What calls and outputs of transformers name a cache: "cache" from 5.24 on, where the older name still works, with a
+warning."""
 READS_CACHE_ONLY = "_can_checkpoint_with_cache"
 """Attribute of layer classes, from 5.17 on, that read a cache that others filled, and leave it as it is. Set on a layer
 it has the seam take out no argument by its name, whatever is in there."""
