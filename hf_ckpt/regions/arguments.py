@@ -14,10 +14,11 @@ from functools import partial
 from itertools import chain
 from operator import is_
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_ckpt.regions.execution_state import is_in_backward
@@ -105,15 +106,15 @@ class GivenBits:
     __slots__ = ("_noted",)
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._noted = [(weakref.ref(tensor), _address(tensor), _sums_of([tensor])) for tensor in tensors]
+        self._noted = [(weakref.ref(tensor), _Place.of(tensor), _sums_of([tensor])) for tensor in tensors]
 
     def differ(
         self, tensors: Sequence[Tensor], before: Sequence[BitSum] = (), now: Sequence[BitSum] = ()
     ) -> bool | Tensor:
         """Whether the bits of these tensors, or other sums, differ; a tensor on their device if that is not known."""
         before, now = list(before), list(now)
-        for tensor, (found, address, sums) in zip(tensors, self._noted, strict=True):
-            if sums and (found() is tensor or _address(tensor) == address):
+        for tensor, (found, place, sums) in zip(tensors, self._noted, strict=True):
+            if sums and (found() is tensor or (place is not None and place.is_of(tensor))):
                 before += sums
                 now += _sums_of([tensor])
         return sums_differ(before, now)
@@ -147,9 +148,24 @@ class SharedSums:
         self._known.pop(key, None)
 
 
-def _address(tensor: Tensor) -> int:
-    """Return where a tensor is; 0 if it is not looked at."""
-    return tensor.data_ptr() if type(tensor) is Tensor and is_plain(tensor) else 0
+class _Place(NamedTuple):
+    """Where a tensor is, for as long as its memory lives: then another one may come to lie there."""
+
+    storage: StorageWeakRef
+    address: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place | None:
+        """Return that of a tensor; None if it is not looked at."""
+        if type(tensor) is not Tensor or not is_plain(tensor):
+            return None
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # upstream
+        return cls(storage, tensor.data_ptr())
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the place of a tensor."""
+        is_there = type(tensor) is Tensor and tensor.data_ptr() == self.address
+        return is_there and not self.storage.expired()  # type: ignore[no-untyped-call]  # upstream
 
 
 def _sums_of(tensors: Sequence[Tensor]) -> list[BitSum]:

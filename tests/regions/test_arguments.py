@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.arguments import is_cache, is_filled
+from hf_ckpt.regions.arguments import GivenBits, is_cache, is_filled
 from tests import exactness, plain_models, zoo
 
 pytestmark = pytest.mark.core
@@ -456,3 +456,14 @@ def test_change_behind_an_argument_is_refused(kind: str, policy: str) -> None:
         change(case.model.given)
         with pytest.raises(UnsupportedError, match=r"blocks\.[0-3] is to be recomputed, but .*: the argument given\."):
             loss.backward()
+
+
+def test_memory_that_another_tensor_has_taken_is_no_write() -> None:
+    tensor = torch.zeros(64)
+    bits, address = GivenBits([tensor]), tensor.data_ptr()
+    assert bits.differ([tensor.view(64).fill_(1.0)]) is True
+    del tensor
+    others = [torch.full((64,), 2.0) for _ in range(64)]
+    # The allocator hands it out again, as a recomputation finds it.
+    taken = next((each for each in others if each.data_ptr() == address), others[0])
+    assert bits.differ([taken]) is False
