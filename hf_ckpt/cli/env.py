@@ -8,13 +8,12 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from hf_ckpt import upstream
 from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.shared_options import Command, command_parser, quiet
 from hf_ckpt.estimate.tables import columns, json_text, versions, wrapped
 from hf_ckpt.recipe.optional_packages import EXTRAS
 from hf_ckpt.units import format_bytes
-
-_UPSTREAM = "hf_ckpt.upstream"
 
 
 @dataclass(frozen=True)
@@ -126,10 +125,8 @@ def _features_off() -> Iterator[Off]:
     for package, extra in {**EXTRAS, "trl": "trl"}.items():
         if importlib.util.find_spec(package) is None:
             yield Off(extra, package, f'not installed. Run: pip install "hf_ckpt[{extra}]"')
-    if importlib.util.find_spec(_UPSTREAM) is not None:
-        # Names of other libraries that this version of them has not.
-        for feature, name, reason in importlib.import_module(_UPSTREAM).missing():
-            yield Off(feature, name, reason)
+    # Names of other libraries that this version of them has not.
+    yield from (Off(*each) for each in upstream.missing())
 
 
 def _devices() -> tuple[str, list[dict[str, str | int]]]:

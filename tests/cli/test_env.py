@@ -6,11 +6,12 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hf_ckpt import upstream
 from hf_ckpt.cli import env
 from hf_ckpt.cli.main import main
 
@@ -53,9 +54,8 @@ def test_what_is_known_of_versions_is_told_with_what_to_do(
 def test_what_is_off_is_told_with_its_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upstream = ModuleType(env._UPSTREAM)
-    upstream.__dict__["missing"] = lambda: [("selective", "torch.utils.x", "it is gone in torch 9")]
-    monkeypatch.setitem(sys.modules, env._UPSTREAM, upstream)
+    gone = upstream.Missing("selective", "torch.utils.x", "it is gone in torch 9")
+    monkeypatch.setattr(upstream, "missing", lambda: [gone])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gradio" else object())
     assert main(["env"]) == 0
     assert capsys.readouterr().out.endswith(
