@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -368,18 +369,34 @@ class AutocastState:
 class ForwardContext:
     """What surrounds a forward in its thread: context variables, and modes over functions (a device) and operators.
 
-    Of the latter not those of torch, which watch (FLOP counters) what runs in their block, nor this package's.
+    Of the latter not those of torch, which watch (FLOP counters) what runs in their block, nor this package's. Also the
+    switches of torch that choose kernels, which are the process's.
     """
 
-    __slots__ = ("_functions", "_operators", "_variables")
+    __slots__ = ("_functions", "_operators", "_switches", "_variables")
 
     def __init__(self) -> None:
+        self._switches = _read_switches()
         self._variables = contextvars.copy_context()
         self._functions = _of_others(_function_modes())
         self._operators = [mode for mode in _of_others(_operator_modes()) if not _is_of("torch", mode)]
 
+    def kinds(self) -> list[type]:
+        """Return the types of the modes."""
+        return list(map(type, chain(self._functions, self._operators)))
+
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Run a function in it again."""
+        found = _read_switches()
+        if found == self._switches:
+            return self._run(function, *args, **kwargs)
+        _set_switches(found, self._switches)
+        try:
+            return self._run(function, *args, **kwargs)
+        finally:
+            _set_switches(self._switches, found)
+
+    def _run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         functions, operators = _function_modes(), _operator_modes()
         new = [mode for mode in self._operators if mode not in operators]
         # A copy, as a context can be entered once.
@@ -393,6 +410,31 @@ class ForwardContext:
             _replaced(operators, [*new, *operators], _pop_operator_mode, _push_operator_mode),
         ):
             return variables.run(function, *args, **kwargs)
+
+
+# `sdpa_kernel` and the `flags` of backends set them for a block. Private where a public name would be slow, or would
+# warn (2.11 to 2.13).
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+)
+
+
+def _read_switches() -> list[Any]:
+    return [read() for read, _ in _SWITCHES]
+
+
+def _set_switches(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for (_, write), now, new in zip(_SWITCHES, found, wanted, strict=True):
+        if now != new:
+            write(new)
 
 
 # The names below are private: torch 2.11 to 2.13.
