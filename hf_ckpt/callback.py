@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_text_batch
-from hf_ckpt.distributed import fsdp, store, watchdog
+from hf_ckpt.distributed import store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,
     HFCkptError,
@@ -26,7 +26,7 @@ from hf_ckpt.errors import (
 )
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
-from hf_ckpt.patch.checks import check_engine
+from hf_ckpt.patch.checks import check_engine, check_wrappers
 from hf_ckpt.patch.interrupted_run import running_trainer
 from hf_ckpt.patch.stack_patch import LEFTOVER
 from hf_ckpt.policy.allowances import allowed_by, check_no_rule
@@ -42,19 +42,19 @@ from hf_ckpt.policy.options import (
 )
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Policy
-from hf_ckpt.recovery.out_of_memory import is_out_of_memory
-from hf_ckpt.recovery.recovery import Recovery, begin, check_asked
 from hf_ckpt.trainer import metrics
 from hf_ckpt.trainer.messages import Messages, say_who_governs
 from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import parse_budget
+from hf_ckpt.upstream import accelerate
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from hf_ckpt.auto.auto import Auto
     from hf_ckpt.auto.replan import RunPlanner
+    from hf_ckpt.recovery.recovery import Recovery
 
 logger = logging.getLogger(__name__)
 
@@ -192,13 +192,19 @@ class HFCkptCallback(TrainerCallback):
         """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
         self._check_alone(state, kwargs.get("model"))
         check_engine(args)
-        check_asked(self._options["on_oom"], args)
+        if self._options["on_oom"] == "escalate":
+            from hf_ckpt.recovery.recovery import check_asked
+
+            check_asked(args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
         # From here on a process that is killed is noticed by the others.
         watchdog.start()
-        # Only now is it in time: accelerate wraps layers when it prepares the model.
-        self._restore_accelerates_checkpointing = fsdp.disable_accelerates_checkpointing()
+        if accelerate.fsdp_plugin() is not None:
+            from hf_ckpt.distributed import fsdp
+
+            # Only now is it in time: accelerate wraps layers when it prepares the model.
+            self._restore_accelerates_checkpointing = fsdp.disable_accelerates_checkpointing()
         model = kwargs.get("model")
         if model is not None:
             call = train_call_of(model)
@@ -207,7 +213,7 @@ class HFCkptCallback(TrainerCallback):
             if not is_trained_now:
                 _remove_earlier_plan(model)
             # With them some engines cannot even prepare the model.
-            fsdp.check_wrappers(model)
+            check_wrappers(model)
             if not is_trained_now:
                 use_cache.record(model)
             # Before an engine shards the model.
@@ -252,7 +258,7 @@ class HFCkptCallback(TrainerCallback):
         """Say what is in force, and hold it against the plan of the run that is resumed."""
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
-            run.report_failures(None if self._recovery is None else is_out_of_memory)
+            run.report_failures(None if self._recovery is None else _is_out_of_memory)
         if self._restore_accelerates_checkpointing is not None:
             run.applied.on_remove(self._restore_accelerates_checkpointing)
         self.plan = run.applied.plan
@@ -264,6 +270,8 @@ class HFCkptCallback(TrainerCallback):
     def _begin_recovery(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> Recovery | None:
         if not self._is_escalated:
             return None
+        from hf_ckpt.recovery.recovery import begin
+
         trainer = running_trainer() or (None if self._trainer is None else self._trainer())
         announce = partial(self._announce_plan, args, state)
         recovery = begin(trainer, args, run, announce, self._planning, **self._rungs)
@@ -508,6 +516,13 @@ def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
 def _remove_earlier_plan(model: nn.Module) -> None:
     if remove(model):
         logger.info(LEFTOVER)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # What a run that does not recover loads of it, it loads when it fails.
+    from hf_ckpt.recovery.out_of_memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _check_not_trained_now(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.auto.largest_batch_in_data import batch_of
-from hf_ckpt.distributed import deepspeed, fsdp, store
+from hf_ckpt.distributed import deepspeed, store
 from hf_ckpt.errors import PlanMismatchError, PolicyError
 from hf_ckpt.patch import apply as patch
 from hf_ckpt.patch.apply import Applied
@@ -52,6 +52,7 @@ from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import RandomState, is_compiled
+from hf_ckpt.structure.layers import is_sharded
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.other_models import trained_beside
@@ -280,7 +281,7 @@ def _why_not(model: nn.Module) -> str | None:
     if store.num_processes() > 1:
         return "there is more than one process, and no step is repeated in one of them alone"
     modules = list(model.modules())
-    if fsdp.is_sharded(model) or deepspeed.is_sharded(model):
+    if is_sharded(model) or deepspeed.is_sharded(model):
         return "the model is sharded by an engine"
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         return "DistributedDataParallel is around the model, which does not let go of a step half-way"

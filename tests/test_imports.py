@@ -24,6 +24,7 @@ ORDER = (
     "errors",
     "units",
     "html_svg",
+    "upstream",
     "garbage_collection",
     "policy",
     "structure",
@@ -259,3 +260,9 @@ def test_importing_every_core_module_touches_no_device() -> None:
     modules = [module_name(path) for path in sorted(PACKAGE.rglob("*.py")) if part_of(module_name(path)) in CORE]
     code = f"import {', '.join(modules)}; import torch; print(torch.cuda.is_initialized())"
     assert output_of(code) == "False\n"
+
+
+def test_the_callback_loads_what_every_run_needs_and_no_more() -> None:
+    """Who fails to import, for want of a name of another library, say, is to fail in the runs that ask for it."""
+    rarely = ("hf_ckpt.recovery", "hf_ckpt.distributed.fsdp", "hf_ckpt.auto.trl_", "hf_ckpt.upstream.trl")
+    assert [name for name in sorted(loaded_by({"hf_ckpt.callback"})) if name.startswith(rarely)] == []

@@ -7,6 +7,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
+import transformers
 
 BATCH, LENGTH, PADDING = 2, 16, 2
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 128, 64, 96, 4, 2, 16
@@ -26,6 +27,8 @@ CANNOT: dict[str, str] = {
     "gemma4_unified_assistant": "drafts from the keys and values of another model",
     "voxtral_realtime": "needs audio for every token",
 }
+if transformers.__version__ == "5.24.0":
+    CANNOT["llama4"] = "no forward ends: it reads `image_outputs` of an output that has none; its text model does"
 
 
 def cycled(*kinds: str) -> Callable[[int], list[str]]:
@@ -40,6 +43,8 @@ def odd_layers(count: int) -> list[int]:
 
 # Config fields by model type, sub-configs included. A callable is given the number of layers.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 100, "audio_token_offset": 108},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 8, "base_channels": 32, "channel_multiplier": [1, 1]},
     "aria": {"projector_patch_to_query_dict": {GRID**2: 4}},
     "bamba": {"attn_layer_indices": odd_layers},
     "big_bird": {"attention_type": "original_full"},  # else the first short batch switches it
@@ -118,6 +123,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [INNER, HIDDEN]},
     "unlimited_ocr_text": {"num_key_value_heads": HEADS},  # eager attention repeats no heads
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 8, "depths": (1, 1), "downsampling_ratios": (2,)},
+    "wavtokenizer_encoder": {"codebook_dim": HIDDEN, "codebook_size": 8},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "xmod": {"default_language": "en_XX"},
 }
@@ -165,6 +171,7 @@ INPUTS: dict[str, dict[str, tuple[int, ...] | Callable[[], torch.Tensor] | None]
     "granite_docling": {"pixel_attention_mask": (BATCH, 1)},
     "idefics": {"pixel_values": (BATCH, 1, *IMAGE), "image_attention_mask": (BATCH, LENGTH, 1)},
     "inkling2": {"pixel_values": (PATCHES, 2 * PATCH, 2 * PATCH, 3)},
+    "inkling2_loop": {"pixel_values": (PATCHES, 2 * PATCH, 2 * PATCH, 3)},
     "inkling_mm_model": {"pixel_values": (4 * BATCH, 2, PATCH, PATCH, 3)},
     "instructblip": {"qformer_input_ids": (BATCH, 4)},
     "instructblipvideo": {"qformer_input_ids": (BATCH, 4), "pixel_values": (BATCH, 2, *IMAGE)},

@@ -26,6 +26,7 @@ from benchmarks.published.llm_foundry import reduced_in_float32
 from benchmarks.published.points import StepPoint
 from benchmarks.published.torchtitan import torchtitan_fsdp2, torchtitan_heads, torchtitan_loss, torchtitan_selective
 from hf_ckpt.simulation.zero_tape import ZeroTape
+from hf_ckpt.upstream.transformers import CACHE
 
 
 def loss_4_46(model: Any) -> None:
@@ -239,7 +240,7 @@ def _run_with_cache(returned: list[Tensor], function: Callable[..., Any], *args:
 
 
 def _return_cache(cache: list[Tensor], model: nn.Module, args: Any, output: Any) -> None:
-    output["past_key_values"] = tuple(cache)
+    output[CACHE] = tuple(cache)
     cache.clear()
 
 

@@ -38,7 +38,7 @@ from hf_ckpt.auto.simulation_coverage import (
 )
 from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss
 from hf_ckpt.auto.trl_trainers import trl_loss
-from hf_ckpt.distributed import deepspeed, fsdp, store
+from hf_ckpt.distributed import deepspeed, store
 from hf_ckpt.errors import OtherProcessError, PolicyError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.checks import check_model
@@ -50,7 +50,7 @@ from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.optimizers import innermost_optimizer
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
-from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.structure.layers import find_layers, is_sharded
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
 
@@ -215,7 +215,7 @@ class Auto:
         return planning
 
     def _shape_of(self, model: nn.Module) -> nn.Module:
-        is_whole = not fsdp.is_sharded(model) and not deepspeed.is_sharded(model)
+        is_whole = not is_sharded(model) and not deepspeed.is_sharded(model)
         # As it is now, adapters and frozen weights included; accelerate's part of it is taken off.
         shape = meta_copy(model) if is_whole else self._before_sharding
         if shape is None:
@@ -342,7 +342,7 @@ def plan_own_step(
     """
     check_model(model)
     check_not_compiled(model)
-    if store.num_processes() > 1 or fsdp.is_sharded(model):
+    if store.num_processes() > 1 or is_sharded(model):
         raise refuse("in a loop of your own it knows one process that has the whole model")
     step = replace(step, given_optimizer=given_optimizer(optimizer, None, model, Sharding()))
     place = next(model.parameters()).device

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDat
 from transformers import Adafactor, Trainer, TrainingArguments
 
 from hf_ckpt.auto.largest_batch_in_data import Batch
-from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import SUPPORTED, innermost_optimizer
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import GivenOptimizer, OwnLoss, Sharding, Step, Zero
+from hf_ckpt.upstream.accelerate import fsdp_plugin
 
 OPTIMIZER_FIELDS = (
     *("optim_args", "optim_target_modules", "learning_rate", "weight_decay"),
@@ -186,7 +186,7 @@ def live_sharding(args: TrainingArguments, model: nn.Module) -> Sharding:
 
     The model comes as the callback gets it: bare under DDP and DeepSpeed, wrapped under FSDP.
     """
-    world_size, plugin = args.world_size, fsdp.accelerate_plugin()
+    world_size, plugin = args.world_size, fsdp_plugin()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         reshards = bool(getattr(plugin, "reshard_after_forward", True))
         return Sharding(engine="fsdp2", world_size=world_size, reshards_after_forward=reshards)

@@ -13,6 +13,8 @@ from torch import nn
 
 from hf_ckpt.auto.largest_batch_in_data import without_adapter
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
+from hf_ckpt.upstream.transformers import ATTENTION
 
 _trains = attrgetter("requires_grad")
 
@@ -86,10 +88,9 @@ class ModelState:
         return model
 
 
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
-"""What a layer of PEFT says of its adapters (peft 0.21)."""
+_OF_ADAPTERS = (ACTIVE_ADAPTER, DISABLE_ADAPTERS, "merged_adapters")
+"""What a layer of PEFT says of its adapters."""
 
 
 def _attention(model: nn.Module) -> str | None:
-    # transformers' name for it, from 4.48 to 5.23.
-    return getattr(getattr(without_adapter(model), "config", None), "_attn_implementation", None)
+    return getattr(getattr(without_adapter(model), "config", None), ATTENTION, None)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward
@@ -38,6 +37,7 @@ from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step, make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
+from hf_ckpt.upstream.torch import disable_current_modes
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _undisturbed() -> Iterator[None]:
     """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
     # Only where it is on: within it, casts of weights are kept until its end.
     plain = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
-    with _disable_current_modes(), plain, torch.enable_grad():
+    with disable_current_modes(), plain, torch.enable_grad():
         yield
 
 

@@ -22,15 +22,16 @@ from transformers import TrainingArguments
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, is_like_tokens, without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
-from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.checks import check_model
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.regions.offload.host_memory import num_local_processes
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import OwnLoss, labels_shape
+from hf_ckpt.structure.layers import is_sharded
 from hf_ckpt.trainer.other_models import OtherModel, other_models, weights_and_buffers
 from hf_ckpt.units import format_bytes
+from hf_ckpt.upstream.accelerate import fsdp_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def check_run(
     left_out += _generation(trainer, args, loss)
     left_out += _steps_of_its_own(trainer, loss)
     engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
-    engine += " of tensor parallelism" if has_shared(model) and not fsdp.is_sharded(model) else ""
+    engine += " of tensor parallelism" if has_shared(model) and not is_sharded(model) else ""
     own = [] if loss is None else [f"{type(trainer).__name__}.compute_loss"]
     own += [loss.prepares] if loss is not None and loss.prepares else []
     known = (type(without_adapter(model)).__name__, *counted, *own, optimizer, engine)
@@ -193,14 +194,14 @@ def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> No
     if getattr(trainer, "is_model_parallel", False):
         raise refuse("the model's layers lie on several devices, one of which is simulated")
     _check_replicas(args, model, configs)
-    _check_host(args, fsdp.accelerate_plugin())
+    _check_host(args, fsdp_plugin())
 
 
 def _check_tensor_parallelism(args: TrainingArguments, model: nn.Module, size: int) -> None:
     """Refuse matrices that are shared in another way than transformers shares them, by all ranks."""
-    is_shared = has_shared(model) and not fsdp.is_sharded(model)
+    is_shared = has_shared(model) and not is_sharded(model)
     if size > 1 and not is_shared:
-        what = "FSDP shares its weights as well" if fsdp.is_sharded(model) else "the model was not loaded so"
+        what = "FSDP shares its weights as well" if is_sharded(model) else "the model was not loaded so"
         raise refuse(f"tp_size={size} shares each matrix among ranks, and {what}", _EXACT)
     if not is_shared:
         return
@@ -220,9 +221,9 @@ def _check_tensor_parallelism(args: TrainingArguments, model: nn.Module, size: i
 def _check_replicas(args: TrainingArguments, model: nn.Module, configs: list[Any]) -> None:
     """Refuse weights that are shared among fewer ranks than train."""
     replicas = max(getattr(config, "dp_replicate_size", None) or 1 for config in configs)
-    strategy: Any = getattr(fsdp.accelerate_plugin(), "sharding_strategy", None)
+    strategy: Any = getattr(fsdp_plugin(), "sharding_strategy", None)
     is_hybrid = "HYBRID" in str(getattr(strategy, "name", strategy)) and args.world_size > num_local_processes()
-    if fsdp.is_sharded(model) and (replicas > 1 or is_hybrid):
+    if is_sharded(model) and (replicas > 1 or is_hybrid):
         raise refuse("FSDP shares the weights among some of the ranks only (hybrid sharding); all are simulated")
 
 

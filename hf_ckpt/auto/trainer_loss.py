@@ -23,6 +23,7 @@ from hf_ckpt.simulation.constant_folding import has_values
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
 from hf_ckpt.trainer.other_models import other_models
+from hf_ckpt.upstream.trl import ADD_PRODUCT, BACKWARD_TILE, FORWARD_TILE, FUSED_HEAD
 
 
 class ModelInputs:
@@ -233,8 +234,6 @@ class _NumbersUnknown(TorchFunctionMode):
 
 # --- trl's head and loss as they run on CUDA. ---
 
-_LOSS = "_ChunkedLogProbFunction"
-
 
 def _use_cuda_kernels(copied: nn.Module) -> None:
     """Let a copy of a model run trl's fused head as on CUDA, where a kernel of Triton works in place.
@@ -246,14 +245,14 @@ def _use_cuda_kernels(copied: nn.Module) -> None:
     for module in copied.modules():
         forward = vars(module).get("forward")
         function = getattr(forward, "__func__", None)
-        if isinstance(function, FunctionType) and _LOSS in function.__globals__:
-            loss = _in_place(function.__globals__[_LOSS])
-            module.forward = MethodType(with_globals(function, {_LOSS: loss}), module)
+        if isinstance(function, FunctionType) and FUSED_HEAD in function.__globals__:
+            loss = _in_place(function.__globals__[FUSED_HEAD])
+            module.forward = MethodType(with_globals(function, {FUSED_HEAD: loss}), module)
 
 
 def _in_place(loss: Any) -> Any:
     """Return an autograd function like trl's whose steps on a tile take no memory."""
-    steps = {"_forward_tile": _fold, "_backward_tile": _turn_to_gradient, "_addmm_fp32": _add_product}
+    steps = {FORWARD_TILE: _fold, BACKWARD_TILE: _turn_to_gradient, ADD_PRODUCT: _add_product}
     methods = {name: staticmethod(with_globals(getattr(loss, name), steps)) for name in ("forward", "backward")}
     return type(loss.__name__, (torch.autograd.Function,), methods)
 

@@ -23,6 +23,8 @@ from hf_ckpt.auto.largest_batch_in_data import Batch, rounded, stored_columns, w
 from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss, with_globals
 from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.upstream import trl
+from hf_ckpt.upstream.transformers import CACHE, ENDS_GENERATION
 
 _TOKEN = 5
 _MAX_PROMPTS = 2000
@@ -115,9 +117,9 @@ class GenerationLoss(TrainerLoss):
         stand_in = bound.args[0]
         # The Trainer sets it in each step.
         stand_in.current_gradient_accumulation_steps = self.trainer.args.gradient_accumulation_steps
-        of_trl: FunctionType = type(stand_in)._compute_loss
+        of_trl: FunctionType = trl.loss_of(type(stand_in))
         names = {"nanmin": torch.min, "nanmax": torch.max}
-        vars(stand_in)["_compute_loss"] = MethodType(with_globals(of_trl, names), stand_in)
+        vars(stand_in)[trl.LOSS] = MethodType(with_globals(of_trl, names), stand_in)
         return bound
 
     @property
@@ -151,9 +153,8 @@ class GenerationLoss(TrainerLoss):
             reference = getattr(stand_in, "ref_model", None) or model
             for is_asked, scoring in ((batch.asks_policy, model), (batch.asks_reference, reference)):
                 if is_asked:
-                    stand_in._get_per_token_logps_and_entropies(
-                        scoring, ids[-step.rows :], mask[-step.rows :], completion, batch_size=step.rows
-                    )
+                    score = trl.scores_tokens(stand_in)
+                    score(scoring, ids[-step.rows :], mask[-step.rows :], completion, batch_size=step.rows)
             del scored, made
 
 
@@ -163,10 +164,10 @@ def _generated(model: Any, config: Any, mask: Tensor, cache: Any) -> Any:
     config.return_dict_in_generate = True
     # Whether a row has ended depends on the weights.
     bare: Any = without_adapter(model)
-    bare._get_stopping_criteria = _after_a_token
-    given = {} if cache is None else {"past_key_values": cache}
+    setattr(bare, ENDS_GENERATION, _after_a_token)
+    given = {} if cache is None else {CACHE: cache}
     ids = torch.full(tuple(mask.shape), _TOKEN)
-    return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **given).past_key_values
+    return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **given)[CACHE]
 
 
 def _after_a_token(**kwargs: Any) -> StoppingCriteriaList:
@@ -215,7 +216,7 @@ def _not_simulated(trainer: Any, args: Any, sharding: Sharding) -> Iterator[tupl
     yield bool(args.use_transformers_continuous_batching), "generates by continuous batching"
     for name in ("tools", "environment_factories", "rollout_func"):
         yield bool(getattr(trainer, name, None)), f"has {name}"
-    yield bool(trainer._is_vlm), "reads images"
+    yield trl.is_of_images(trainer), "reads images"
     config = getattr(trainer, "generation_config", None)
     for name, plain in _PLAIN_GENERATION.items():
         found = getattr(config, name, None)
@@ -250,6 +251,6 @@ def _prompt_lengths(trainer: Any, dataset: Any) -> tuple[int, ...]:
         return ()
     prompts = dataset.select_columns(["prompt"]).with_format(None)["prompt"][:]
     longest = heapq.nlargest(_MAX_PROMPTS, prompts, key=lambda prompt: len(str(prompt)))
-    lengths = sorted(map(len, trainer._tokenize_prompts(longest)[0]))
+    lengths = sorted(map(len, trl.tokenizes_prompts(trainer)(longest)[0]))
     is_cut = len(prompts) > len(longest)
     return lengths[-1], 0 if is_cut else lengths[0]

@@ -20,11 +20,11 @@ from hf_ckpt.auto.trl_generation import generation_loss
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.trainer.other_models import weights_and_buffers
+from hf_ckpt.upstream.trl import OWN_STEP
 
 _TOKEN = 5
-_OF_GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
 _MODULE = "trl.trainer.{}_trainer"
-_LOSSES = ("compute_loss", "_compute_loss", "_prepare_inputs", *_OF_GENERATION)
+_LOSSES = ("compute_loss", *OWN_STEP)
 _REFERENCE, _PROMPT = "ref_model", "prompt_ids"
 _IDS, _MASK, _COMPLETION = "input_ids", "attention_mask", "completion_mask"
 _KL = "KL_"

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from hf_ckpt.cli.completion import completion
+from hf_ckpt.cli.env import ENV
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.finetune import FINETUNE
@@ -41,6 +42,7 @@ _COMMANDS = {
     "inspect": INSPECT,
     "profile": PROFILE,
     "ui": UI,
+    "env": ENV,
 }
 _COMMANDS["completion"] = completion(dict(_COMMANDS))
 

@@ -113,6 +113,8 @@ def quieten_peft() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # It asks transformers 5.2x by the old name whether checkpointing is on.
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+    # It hands prefixes to transformers 5.24 by the old name.
+    warnings.filterwarnings("ignore", message=".past_key_values. is deprecated", category=FutureWarning)
 
 
 @contextlib.contextmanager

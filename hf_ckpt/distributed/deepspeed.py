@@ -17,29 +17,23 @@ from torch import nn
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.structure.layers import Stack
+from hf_ckpt.upstream.deepspeed import ITS_CHECKPOINTING, KEEPS_FROZEN_WEIGHTS, PARTITIONED
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.
     from transformers import TrainingArguments
 
 _SECTION = "activation_checkpointing"
-_ITS_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
-_KEEPS_FROZEN_WEIGHTS = "0.19.3"
-"""The first version in which ZeRO-3 lets the frozen weights that a recomputation gathers stand until they are used.
-
-Before, it emptied them when the module's forward ended, with torch's checkpoint still holding them (DeepSpeed #8148,
-trl #2514). torch raises then; a checkpoint that did not compare shapes would go on with empty weights.
-"""
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether ZeRO-3 gathers weights before this module's forward, lets go of them after it, and hands on copies."""
-    return "ds_id" in vars(module)
+    return PARTITIONED in vars(module)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ZeRO-3 has sharded the model, or a part of it."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return any(hasattr(parameter, PARTITIONED) for parameter in model.parameters())
 
 
 def check_own_checkpointing(args: TrainingArguments) -> None:
@@ -54,7 +48,7 @@ def check_own_checkpointing(args: TrainingArguments) -> None:
             "in addition to the policy, and layers would be recomputed by both. Take that section out: the policy does "
             "its work. Or leave HFCkptCallback out."
         )
-    checkpointing = sys.modules.get(_ITS_CHECKPOINTING)
+    checkpointing = sys.modules.get(ITS_CHECKPOINTING)
     if checkpointing is not None and checkpointing.is_configured():
         raise UnsupportedError(
             "deepspeed.checkpointing.configure() was called, for layers that recompute themselves through DeepSpeed's "
@@ -68,18 +62,18 @@ def check_version(plan: Plan, stacks: Sequence[Stack]) -> None:
 
     To be called after DeepSpeed has partitioned the parameters.
     """
-    if _recomputes_frozen_shards(plan, stacks) and compare_versions("deepspeed", "<", _KEEPS_FROZEN_WEIGHTS):
+    if _recomputes_frozen_shards(plan, stacks) and compare_versions("deepspeed", "<", KEEPS_FROZEN_WEIGHTS):
         raise UnsupportedError(
             "The policy recomputes layers with frozen weights, which ZeRO-3 has sharded, but DeepSpeed "
             f"{importlib.metadata.version('deepspeed')} empties weights that were gathered for a recomputation before "
             "they are used. Install DeepSpeed "
-            f"{_KEEPS_FROZEN_WEIGHTS} or later (pip install 'deepspeed>={_KEEPS_FROZEN_WEIGHTS}'), or use ZeRO-2."
+            f"{KEEPS_FROZEN_WEIGHTS} or later (pip install 'deepspeed>={KEEPS_FROZEN_WEIGHTS}'), or use ZeRO-2."
         )
 
 
 def _recomputes_frozen_shards(plan: Plan, stacks: Sequence[Stack]) -> bool:
     return any(
-        hasattr(parameter, "ds_id") and not parameter.requires_grad
+        hasattr(parameter, PARTITIONED) and not parameter.requires_grad
         for planned, stack in zip(plan.stacks, stacks, strict=True)
         for entry, layer in zip(planned.layers, stack.layers, strict=True)
         if entry.recomputes

@@ -9,31 +9,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    apply_activation_checkpointing,
-)
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.structure.layers import Layer, Stack, class_name, modules_of, path_of
+from hf_ckpt.structure.layers import Layer, Stack, class_name, is_unit, modules_of, path_of
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream import accelerate
+from hf_ckpt.upstream.torch import (
+    FSDP_WRAPPED,
+    flat_parameter,
+    flattened_modules,
+    frees_after_forward,
+    local_shard,
+    owner_of,
+    shard_of,
+    sharded_parameters,
+    visitor_of_modules,
+)
 
 logger = logging.getLogger(__name__)
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether FSDP gathers and frees the parameters of this module together."""
-    return isinstance(module, FSDPModule | FullyShardedDataParallel)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has sharded the model, or a part of it."""
-    return any(map(is_unit, modules_of(model)))
 
 
 def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
@@ -41,16 +37,14 @@ def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
     found: dict[nn.Module, list[Callable[[], Tensor]]] = {}
     for unit in modules_of(model):
         if isinstance(unit, FullyShardedDataParallel):
-            flat: Any = unit._flat_param
+            flat = flat_parameter(unit)
             if flat is not None and flat.requires_grad:
-                for info in flat._param_infos:
-                    found.setdefault(info.module, []).append(partial(getattr, flat, "_local_shard", flat))
+                for module in flattened_modules(flat):
+                    found.setdefault(module, []).append(partial(local_shard, flat))
         elif isinstance(unit, FSDPModule):
-            groups = _groups_of(unit._get_fsdp_state())
-            for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
+            for parameter in sharded_parameters(unit):
                 if parameter.sharded_param.requires_grad:
-                    read = partial(getattr, parameter, "_sharded_param_data")
-                    found.setdefault(parameter._module_info.module, []).append(read)
+                    found.setdefault(owner_of(parameter), []).append(partial(shard_of, parameter))
     return found
 
 
@@ -59,16 +53,8 @@ def let_go(unit: nn.Module) -> None:
 
     Left alone, it holds them until the unit's own backward.
     """
-    if isinstance(unit, FSDPModule) and any(
-        group._reshard_after_forward for group in _groups_of(unit._get_fsdp_state())
-    ):
+    if isinstance(unit, FSDPModule) and frees_after_forward(unit):
         unit.reshard()
-
-
-def _groups_of(state: Any) -> list[Any]:
-    # One group until torch 2.12, several later.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], None]]]) -> None:
@@ -83,20 +69,8 @@ def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], N
             make()
         return module
 
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=set_on, check_fn=lambda module: module in settings)
+    visitor_of_modules()(model, checkpoint_wrapper_fn=set_on, check_fn=lambda module: module in settings)
     assert not settings, "torch visits every module below the model"
-
-
-def check_wrappers(model: nn.Module) -> None:
-    """Refuse a model on which somebody has put torch's wrapper modules."""
-    for module in modules_of(model):
-        if isinstance(module, ActivationWrapper):
-            raise UnsupportedError(
-                f"{path_of(model, module)} is wrapped in {type(module).__name__} (accelerate's "
-                "fsdp_activation_checkpointing, or apply_activation_checkpointing with torch's wrapper). It renames "
-                "parameters, so that PEFT saves an empty adapter, and layers would be recomputed twice. Leave it out: "
-                "the policy does its work."
-            )
 
 
 def check_units(model: nn.Module, stacks: Sequence[Stack]) -> None:
@@ -130,7 +104,7 @@ def check_prefetch(model: nn.Module) -> None:
     changing = set(filter(_changes_dtype_ahead, units))
     for module in modules_of(model) if changing else ():
         if stored(module, "base_layer") is not None and not changing.isdisjoint(modules_of(module)):
-            adapted = str(path_of(model, module)).replace("_fsdp_wrapped_module.", "")
+            adapted = str(path_of(model, module)).replace(f"{FSDP_WRAPPED}.", "")
             raise UnsupportedError(
                 f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in "
                 "another dtype than in the forward, and PEFT casts to the dtype that it finds: the recomputation "
@@ -139,7 +113,7 @@ def check_prefetch(model: nn.Module) -> None:
 
 
 def _changes_dtype_ahead(unit: FullyShardedDataParallel) -> bool:
-    computed, flat = unit.mixed_precision.param_dtype, unit._flat_param
+    computed, flat = unit.mixed_precision.param_dtype, flat_parameter(unit)
     is_changed = computed is not None and flat is not None and computed != flat.dtype
     return is_changed and unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
 
@@ -149,16 +123,10 @@ def disable_accelerates_checkpointing() -> Callable[[], None] | None:
 
     Only possible before accelerate prepares the model. Returns None where it is off.
     """
-    plugin = accelerate_plugin()
+    plugin = accelerate.fsdp_plugin()
     if plugin is None or not plugin.activation_checkpointing:
         return None
     plugin.activation_checkpointing = False
     logger.info("fsdp_activation_checkpointing is asked for too; the policy of HFCkptCallback governs.")
 
     return partial(setattr, plugin, "activation_checkpointing", True)
-
-
-def accelerate_plugin() -> Any:
-    """Return accelerate's description of FSDP, or None where accelerate does not shard the model."""
-    # Asking AcceleratorState for its plugin would start one where there is none.
-    return AcceleratorState._shared_state.get("fsdp_plugin")

@@ -247,9 +247,10 @@ def all_gather(value: Value, doing: str, timeout_s: float | None = None) -> list
     "applying the policy"; `timeout_s` counts for each of the others.
     """
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
 
-    store, rank = _get_default_store(), dist.get_rank()
+    from hf_ckpt.upstream.torch import default_store
+
+    store, rank = default_store(), dist.get_rank()
     # Counted in the store, so that each new process group starts anew.
     number = store.add(f"hf_ckpt/{rank}", 1)
     store.set(f"hf_ckpt/{rank}/{number}", json.dumps(value))

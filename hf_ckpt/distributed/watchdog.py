@@ -32,10 +32,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from hf_ckpt.distributed.connections import Connection, Message, is_one_machine, listen
 from hf_ckpt.errors import HFCkptError, OtherProcessError
+from hf_ckpt.upstream.torch import default_store
 
 logger = logging.getLogger(__name__)
 
@@ -440,7 +441,7 @@ def start() -> Watchdog | None:
             if not watch.has_left_training():
                 return watch
             watch.fail(watch.why_left())
-    return Watchdog(clone_of(_get_default_store()), dist.get_rank(), dist.get_world_size(), group)
+    return Watchdog(clone_of(default_store()), dist.get_rank(), dist.get_world_size(), group)
 
 
 def clone_of(store: Any) -> Store:

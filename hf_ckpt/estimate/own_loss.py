@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedTokenizerFast, Trainer
 
 from hf_ckpt.auto.largest_batch_in_data import forward_names, without_adapter
@@ -42,6 +41,9 @@ from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.trainer.other_models import weights_and_buffers
 from hf_ckpt.units import format_bytes
+from hf_ckpt.upstream.accelerate import forget_state, shared_state
+from hf_ckpt.upstream.torch import disable_current_modes
+from hf_ckpt.upstream.trl import WITHOUT_DATA
 
 # What is of a device, a launch or a report, and no part of a loss.
 _WITHOUT: dict[str, Any] = {
@@ -176,7 +178,7 @@ def _as_it_is(model: Any, **options: Any) -> Any:
 def _unstarted(recipe: Recipe, base: Any, place: torch.device) -> Any:
     of_trl = trainer_class(recipe)
     # After trl's class and its bases, and before the Trainer; what it overrides of those goes first.
-    own = {name: vars(_Unstarted)[name] for name in ("_prepare_dataset", "_send_telemetry")}
+    own = {name: vars(_Unstarted)[name] for name in WITHOUT_DATA}
     kind = type(of_trl.__name__, (of_trl, _Unstarted), own)
     data = SimpleNamespace(train=_rows(recipe), evaluation=None, collator=None)
     args = _arguments(recipe)
@@ -194,15 +196,14 @@ def _unstarted(recipe: Recipe, base: Any, place: torch.device) -> Any:
 @contextmanager
 def _seeded_by_rank() -> Iterator[None]:
     """Let accelerate tell the rank, which GRPO's constructor adds to its seed; it forgets so afterwards."""
-    if AcceleratorState._shared_state:
+    if shared_state(AcceleratorState):
         yield
         return
     Accelerator(cpu=True)
     try:
         yield
     finally:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_state()
 
 
 def _unrewarded(completions: list[Any], **others: Any) -> list[float]:
@@ -213,7 +214,7 @@ def _unrewarded(completions: list[Any], **others: Any) -> list[float]:
 def _arguments(recipe: Recipe) -> Any:
     written = {name: value for name, value in recipe.training.items() if name not in _OF_ENGINES}
     # Its devices stay as they are: a run may be going on in this process.
-    if not PartialState._shared_state:
+    if not shared_state(PartialState):
         PartialState(cpu=True)
     changed = {**_WITHOUT, "accelerator_config": {"use_configured_state": True}}
     # All tokens have a label: as many, or more.
@@ -268,7 +269,7 @@ class ImageRows(ModelInputs):
         num_images, merge = step.rows * self.max_images, vision.spatial_merge_size
         start, end = (getattr(config, f"vision_{name}_token_id", _TOKEN) for name in ("start", "end"))
         image = [start, *[config.image_token_id] * (height * width), end]
-        with _disable_current_modes():
+        with disable_current_modes():
             ids = torch.full((step.rows, length), _TOKEN)
             ids[:, : len(image) * self.max_images] = torch.tensor(image * self.max_images)
             mask = torch.ones_like(ids)

@@ -417,10 +417,10 @@ def json_text(read: Mapping[str, Any], words: Sequence[str]) -> str:
 _PACKAGES = ("hf_ckpt", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed, by name."""
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of Python, of the packages that are installed, and of `more` that are, by name."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *more):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -39,6 +39,7 @@ from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 from hf_ckpt.regions.offload.disk import check_path
+from hf_ckpt.upstream.transformers import classes_by_config
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
 _NEEDS_WEIGHTS = (
@@ -179,7 +180,7 @@ def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, *
 
 def _of_images(config: PreTrainedConfig, recipe: Recipe) -> str:
     """Say what a model is for that reads images, where a recipe has none."""
-    reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+    reads_images = type(config) in classes_by_config(AutoModelForImageTextToText)
     if recipe.kind.reads_images or not reads_images:
         return ""
     return " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."

@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DataCollatorWithFlattening, PreTrainedModel, masking_utils
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from hf_ckpt.errors import DataError
+from hf_ckpt.upstream.transformers import attention_of, has_chunk_masks_by_document
 
 _DOCUMENT_LENGTH = 6
 
@@ -56,7 +57,7 @@ def check_packing(model: nn.Module) -> None:
     if causal_lm.device.type == "meta":
         return
     if (leaked := _leaked_gradient(causal_lm)) != 0:
-        attention = causal_lm.config.get_text_config()._attn_implementation
+        attention = attention_of(causal_lm.config.get_text_config())
         seen = f"with {attention} attention, tokens depend on the document before theirs (gradient {leaked:.1e}, not 0)"
         raise DataError(_refusal(name, seen))
 
@@ -66,8 +67,7 @@ def _refusal(name: str, reason: str) -> str:
 
 
 def _has_chunks_across_documents(model: PreTrainedModel) -> bool:
-    # transformers 5.0 masks chunks by their place in the row; the function it lacks maps them to each document's own.
-    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+    if has_chunk_masks_by_document():
         return False
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or [])
 
@@ -96,7 +96,7 @@ def _leaked_gradient(model: PreTrainedModel) -> float:
 @contextmanager
 def _attention_that_runs(model: PreTrainedModel) -> Iterator[None]:
     configs = {"": model.config, **{name: getattr(model.config, name) for name in model.config.sub_configs}}
-    found = {name: config._attn_implementation for name, config in configs.items() if config is not None}
+    found = {name: attention_of(config) for name, config in configs.items() if config is not None}
     if model.device.type != "cpu" or set(found.values()) <= {"eager", "sdpa"}:
         yield
         return

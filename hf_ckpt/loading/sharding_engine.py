@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
-from transformers.integrations import deepspeed
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import Recipe
@@ -167,17 +166,6 @@ def check_engine_runs(trainer: Trainer) -> None:
             f"{'DDP' if trainer.args.world_size > 1 else 'one process'} here without a word. Launch without FSDP on "
             "this machine: recipes/accelerate/ddp_8gpu.yaml, or no --config_file."
         )
-
-
-@contextmanager
-def on_one_process() -> Iterator[None]:
-    """Let one process make a model by itself: under ZeRO-3 transformers would partition it, with all processes."""
-    found: Any = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed._hf_deepspeed_config_weak_ref = None
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = found
 
 
 def num_parameters(model: Any, *, only_trainable: bool = False) -> int:

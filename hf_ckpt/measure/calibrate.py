@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ckpt.measure.profile import Clock
 from hf_ckpt.simulation.devices import Device, this_device
 from hf_ckpt.simulation.op_costs import FREE, operator_cost
+from hf_ckpt.upstream.torch import TorchDispatchMode
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_MEASUREMENTS = 8

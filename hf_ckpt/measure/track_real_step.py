@@ -25,6 +25,7 @@ from hf_ckpt.simulation.tape import read_tape
 from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.other_models import other_models
+from hf_ckpt.upstream.trl import GENERATED
 
 _OWN_METHODS = ("get_batch_samples", "training_step")
 
@@ -123,7 +124,7 @@ class _StepRecorder(TrainerCallback):
     def _held_batches(self) -> list[Mapping[str, Any]]:
         """Return the micro-batches of the step, and what a trainer of trl has generated before it."""
         # Of a trainer that generates, a batch is a list of texts.
-        batches = [*self._batches, *(getattr(self._trainer, "_buffered_inputs", None) or ())]
+        batches = [*self._batches, *(getattr(self._trainer, GENERATED, None) or ())]
         return [batch for batch in batches if isinstance(batch, Mapping)]
 
     @property

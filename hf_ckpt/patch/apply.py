@@ -17,13 +17,13 @@ from typing import Any, Self, Unpack
 import torch.distributed as dist
 from torch import nn
 
-from hf_ckpt.distributed import deepspeed, fsdp
+from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
-from hf_ckpt.patch.stack_patch import FLAG, HANDLE, StackPatch
+from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
 from hf_ckpt.patch.use_cache import SharedIndexCheck, skip_in_training_forwards
 from hf_ckpt.policy.options import (
     ApplyOptions,
@@ -43,10 +43,19 @@ from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
-from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers, modules_of, uncovered_lists
+from hf_ckpt.structure.layers import (
+    Stack,
+    class_name,
+    clean_path,
+    find_layers,
+    is_sharded,
+    modules_of,
+    uncovered_lists,
+)
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
+from hf_ckpt.upstream.transformers import FLAG
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +287,9 @@ def _planned(
         stacks = find_layers(model, **structure)
         if isinstance(policy, Policy) and structure.get("layers") is None:
             _name_uncovered(model, stacks)
-    if not is_checked:
+    if not is_checked and is_sharded(model):
+        from hf_ckpt.distributed import fsdp
+
         fsdp.check_units(model, stacks)
     if isinstance(policy, Plan):
         check_plan(policy, stacks, model)
@@ -288,7 +299,9 @@ def _planned(
     plan = _with_head(plan, model)
     check_exact(plan, stacks, model)
     deepspeed.check_version(plan, stacks)
-    if any(entry.mode is not Mode.NONE for stack in plan.stacks for entry in stack.layers):
+    if is_sharded(model) and any(entry.mode is not Mode.NONE for stack in plan.stacks for entry in stack.layers):
+        from hf_ckpt.distributed import fsdp
+
         fsdp.check_prefetch(model)
     return plan, stacks
 

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_ckpt.distributed import deepspeed, fsdp
+from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRAINED_CACHES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
-from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of
+from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of, path_of
 from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
+from hf_ckpt.upstream.torch import CHECKPOINT_WRAPPED, FakeTensor
+from hf_ckpt.upstream.transformers import CHECKPOINTING_ARGUMENTS, PIPELINE_STAGE
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.
@@ -42,13 +43,25 @@ def check_model(model: nn.Module) -> None:
             f"torch.utils.checkpoint.checkpoint was {checkpoint.__module__}.{checkpoint.__qualname__} already when "
             "hf_ckpt was imported, and recomputation would go through that. Import hf_ckpt before it is replaced."
         )
-    if any(vars(module).get("_pp_stage") is not None for module in modules_of(model)):
+    if any(vars(module).get(PIPELINE_STAGE) is not None for module in modules_of(model)):
         raise UnsupportedError(
             "The model was loaded with DistributedConfig(pp_size=...), transformers' pipeline for generation: what a "
             "stage receives has no way back for gradients, so no stage but the last could be trained. Train stages of "
             "torch.distributed.pipelining instead, each with hf_ckpt.apply, or load the model without pp_size."
         )
-    fsdp.check_wrappers(model)
+    check_wrappers(model)
+
+
+def check_wrappers(model: nn.Module) -> None:
+    """Refuse a model on which somebody has put torch's wrapper modules."""
+    for module in modules_of(model):
+        if CHECKPOINT_WRAPPED in module._modules:
+            raise UnsupportedError(
+                f"{path_of(model, module)} is wrapped in {type(module).__name__} (accelerate's "
+                "fsdp_activation_checkpointing, or apply_activation_checkpointing with torch's wrapper). It renames "
+                "parameters, so that PEFT saves an empty adapter, and layers would be recomputed twice. Leave it out: "
+                "the policy does its work."
+            )
 
 
 def check_offload_paths(plan: Plan, model: nn.Module) -> None:
@@ -85,8 +98,7 @@ def _is_distributed(args: TrainingArguments) -> bool:
 
 
 def _asks_for_reentrant(args: TrainingArguments) -> bool:
-    # transformers 5.2x has the new names, earlier versions the old ones only.
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
+    for name in CHECKPOINTING_ARGUMENTS:
         options = getattr(args, f"{name}_kwargs", None) or {}
         if getattr(args, name, None) and options.get("use_reentrant"):
             return True

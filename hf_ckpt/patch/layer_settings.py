@@ -5,20 +5,19 @@ Nothing is wrapped and no name changes; every value set here is a module-level f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from hf_ckpt.distributed import fsdp
 from hf_ckpt.patch.stack_patch import Region, SegmentHooks, StackPatch
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
-from hf_ckpt.regions.module_state import STATE
+from hf_ckpt.regions.module_state import STATE, Values
 from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.original_proof import run_region_proven
 from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
@@ -27,7 +26,7 @@ from hf_ckpt.regions.selective.save_rules import SaveRules
 from hf_ckpt.regions.selective.selective_recompute import SelectiveStack, recompute_selectively
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
-from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.layers import Layer, Stack, is_sharded, is_unit
 
 Setting = tuple[nn.Module, Callable[[], None]]
 """A module, and what makes it carry its part of the plan."""
@@ -60,9 +59,11 @@ def set_on_stack(
     for entry, layer in zip(plan.layers, stack.layers, strict=True):
         for module, make in stack_settings.of_layer(entry, layer):
             settings.setdefault(module, []).append(make)
-    if fsdp.is_sharded(model):
+    if is_sharded(model):
+        from hf_ckpt.distributed import fsdp
+
         fsdp.set_in_place(model, settings)
-        _follow_shards(model, stack)
+        _follow_shards(fsdp.shards(model), stack)
     else:
         for make in chain.from_iterable(settings.values()):
             make()
@@ -72,14 +73,21 @@ def set_on_stack(
         patch.segment_hooks = SegmentHooks(stack_settings.runner, in_segments)
 
 
-def _follow_shards(model: nn.Module, stack: Stack) -> None:
+def _follow_shards(shards: Mapping[nn.Module, Sequence[Values]], stack: Stack) -> None:
     """Let regions read their shares of the weights: the whole ones are others each time they are gathered."""
-    shards = fsdp.shards(model)
     for layer in stack.layers:
         for module in layer.module.modules():
             state = module.__dict__.get(STATE)
             if state is not None:
                 state.use_shards([read for inner in module.modules() for read in shards.get(inner, ())])
+
+
+def _let_go(unit: nn.Module) -> None:
+    """See `fsdp.let_go`. A function of a module: copies of a model and pickles hold it."""
+    if is_unit(unit):
+        from hf_ckpt.distributed import fsdp
+
+        fsdp.let_go(unit)
 
 
 class _StackSettings:
@@ -91,7 +99,7 @@ class _StackSettings:
         self._offloaded = offloaded
         self._proof = proof
         self._selection = SelectiveStack(stack.path)
-        self.runner = SegmentRunner(fsdp.let_go)
+        self.runner = SegmentRunner(_let_go)
 
     def of_layer(self, entry: LayerPlan, layer: Layer) -> Iterator[Setting]:
         path = f"{self._stack.path}.{layer.layer_idx}"

@@ -14,21 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_ckpt.distributed import deepspeed, fsdp
+from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.use_cache import SharedIndexCheck
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.regions.arguments import READS_CACHE_ONLY, is_cache
+from hf_ckpt.regions.arguments import is_cache
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.recompute import run_region
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
-from hf_ckpt.structure.layers import members
+from hf_ckpt.structure.layers import is_unit, members
+from hf_ckpt.upstream.accelerate import FORWARD_BEFORE_HOOK
+from hf_ckpt.upstream.transformers import (
+    FLAG,
+    FORWARD,
+    FUNCTION,
+    READS_CACHE_ONLY,
+    SEAM_CODE,
+    SEAM_METHOD,
+    GradientCheckpointingLayer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +46,11 @@ LEFTOVER = (
     "and use_cache is the user's again."
 )
 HANDLE = "_hf_ckpt_applied"
-FLAG = "gradient_checkpointing"
-FUNCTION = "_gradient_checkpointing_func"
-FORWARD = "forward"
 
 _ENGINES = frozenset({"torch", "accelerate", "deepspeed"})
 
 Region = Callable[..., Any]
 """Runs a function so that its activations are handled: `region(function, *args)`."""
-
-
-class _ProbeLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
-    """Gets the wrapper that every layer class gets when it is made."""
-
-    def forward(self) -> None:
-        """Never called."""
-
-
-# transformers wraps `__call__` until 5.17, in the base class, and `forward` in 5.23, of each class.
-_WRAPPED = "__call__" if "__call__" in vars(GradientCheckpointingLayer) else FORWARD
-_WRAPPER = getattr(_ProbeLayer, _WRAPPED).__code__
 
 
 class _Missing:
@@ -316,7 +310,7 @@ class SegmentHooks:
         # Layers may have been dropped from the end.
         for layer_idx in [layer_idx for layer_idx in self._indices if layer_idx < len(modules)]:
             outer = modules[layer_idx]
-            is_hooked = fsdp.is_unit(outer) or deepspeed.is_hooked(outer)
+            is_hooked = is_unit(outer) or deepspeed.is_hooked(outer)
             if is_hooked and not self._is_placed(layer_idx, outer) and not _holds_its_hooks(outer):
                 self._place_on(layer_idx, outer)
 
@@ -344,7 +338,7 @@ class SegmentHooks:
 
 def _holds_its_hooks(outer: nn.Module) -> bool:
     """Whether the region of a layer takes in its own hooks, an engine's among them (transformers before 5.23)."""
-    return _WRAPPED == "__call__" and runs_seam(outer)
+    return SEAM_METHOD == "__call__" and runs_seam(outer)
 
 
 def runs_seam(module: nn.Module) -> bool:
@@ -354,12 +348,12 @@ def runs_seam(module: nn.Module) -> bool:
     """
     if not isinstance(module, GradientCheckpointingLayer):
         return False
-    forward = module.__dict__.get(FORWARD) if _WRAPPED == FORWARD else None
+    forward = module.__dict__.get(FORWARD) if SEAM_METHOD == FORWARD else None
     if isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks":
         # It calls the class's. What it moves for each use must be there in the recomputation as well.
-        forward = module.__dict__.get("_old_forward")
-        forward = None if getattr(forward, "__code__", None) is _WRAPPER else forward
-    return forward is None and getattr(getattr(type(module), _WRAPPED), "__code__", None) is _WRAPPER
+        forward = module.__dict__.get(FORWARD_BEFORE_HOOK)
+        forward = None if getattr(forward, "__code__", None) is SEAM_CODE else forward
+    return forward is None and getattr(getattr(type(module), SEAM_METHOD), "__code__", None) is SEAM_CODE
 
 
 def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:

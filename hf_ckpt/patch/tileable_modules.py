@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.nn.modules import conv, padding, pooling, rnn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules import padding, pooling, rnn
 
-from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.structure.layers import Layer
+from hf_ckpt.structure.layers import Layer, is_unit
 from hf_ckpt.structure.parts import unwrapped, words_of
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.torch import ConvNd, DropoutNd, NormBase
 
 _OTHER_NORMS = frozenset("batch group instance weight spectral".split())
 _DRAWS = frozenset("dropout drop droppath jitter noise".split())
@@ -82,13 +81,13 @@ def _check_ffn(layer: Layer) -> None:
 
 def _why_not(module: nn.Module) -> str:
     """Return why a module is not position-wise, or the empty string."""
-    if isinstance(module, conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+    if isinstance(module, ConvNd) and any(size > 1 for size in module.kernel_size):
         return f"is a convolution over {' x '.join(map(str, module.kernel_size))} positions"
     if isinstance(module, rnn.RNNBase | rnn.RNNCellBase):
         return "carries a state along the sequence"
     if type(module).__module__ in (pooling.__name__, padding.__name__):
         return "pools or shifts positions"
-    if isinstance(module, _NormBase | nn.GroupNorm):
+    if isinstance(module, NormBase | nn.GroupNorm):
         return "takes its statistics over positions"
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) > 1:
         return f"normalises over the last {len(module.normalized_shape)} dimensions"
@@ -130,11 +129,11 @@ def _looks_for_outliers(module: nn.Module) -> bool:
 
 
 def _holds_units(module: nn.Module) -> bool:
-    return any(fsdp.is_unit(inner) for inner in module.modules() if inner is not module)
+    return any(is_unit(inner) for inner in module.modules() if inner is not module)
 
 
 def _draws(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DropoutNd):
         return module.p > 0
     return isinstance(module, nn.RReLU) or any(_DRAWS.intersection(words_of(name)) for name in _settings(module))
 

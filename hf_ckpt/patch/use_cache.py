@@ -20,14 +20,13 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward, is_started_again
 from hf_ckpt.structure.layers import Stack, modules_of
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.transformers import CACHE_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
 _PACKED = ("position_ids", "attention_mask")
-# What layers and their parts call it, from transformers 5.0 to 5.24.
-_CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
 
 
 class _Missing:
@@ -259,4 +258,4 @@ def _writes_cache(module: nn.Module) -> bool:
 
 
 def _takes_cache(module: nn.Module) -> bool:
-    return not _CACHES.isdisjoint(inspect.signature(module.forward).parameters)
+    return not CACHE_ARGUMENTS.isdisjoint(inspect.signature(module.forward).parameters)

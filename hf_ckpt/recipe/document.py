@@ -279,7 +279,10 @@ def _check_size(text: str) -> None:
         _count(yaml.parse(text, Loader=_FastReader))
     except _TooMuch:
         raise
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        # libyaml stops at 1,000, on its way to the first of them (PyYAML 6.0.4).
+        if getattr(error, "problem", "") == "exceeded maximum nesting depth":
+            raise _too_deep(getattr(error, "problem_mark", None)) from error
         # The other reader tells it in better words, where that does not take long.
         if len(text) <= _LONG:
             _count(yaml.parse(text, Loader=_Reader))

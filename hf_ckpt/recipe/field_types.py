@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.upstream.trl import BASE_CONFIG
 
 Kind = Literal["any", "null", "bool", "int", "float", "str", "list", "dict", "choice", "union", "object"]
 
@@ -249,7 +250,7 @@ def training_keys(of_trl: str = "") -> Keys:
     """Return the fields of `transformers.TrainingArguments`, or of the arguments of a trainer of trl, such as `DPO`."""
     if of_trl:
         node = _class("trl", f"trainer/{of_trl.lower()}_config.py", f"{of_trl}Config")
-        base = _fields(_class("trl", "trainer/base_config.py", "_BaseConfig"))
+        base = _fields(_class("trl", "trainer/base_config.py", BASE_CONFIG))
         return {**training_keys(""), **base, **_fields(node), **_listed_in_help(node)}
     enums: dict[str, Sequence[str]] = {}
     for path in ("trainer_utils.py", "debug_utils.py", "training_args.py"):

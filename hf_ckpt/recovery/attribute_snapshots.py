@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.regions.fingerprints import bytes_of, is_plain
 from hf_ckpt.regions.put_back import Slots, slot_names
+from hf_ckpt.upstream.peft import CONSTANT_IN_RUN
+from hf_ckpt.upstream.transformers import FUNCTION, IS_INITIALIZED
 
 _LONG = 10_000
 """Entries from which on a container is data rather than a record of a run: only its length is noted."""
@@ -39,18 +41,12 @@ _DATA = frozenset({"train_dataset", "eval_dataset"})
 """Attributes of a Trainer that no step changes, and that may be long."""
 _LOG = "log_history"
 """Of a Trainer's state: grows with the run, by entries that stay as they are."""
-_OF_A_PLAN = ("_hf_ckpt", "_gradient_checkpointing")
+_OF_A_PLAN = ("_hf_ckpt", FUNCTION)
 """How attributes of modules begin that are not the forward's to change."""
 _FIXED = frozenset(
-    "in_features out_features num_embeddings embedding_dim normalized_shape _keys _is_hf_initialized".split()
+    {*"in_features out_features num_embeddings embedding_dim normalized_shape _keys".split(), IS_INITIALIZED}
 )
 """What most modules have, and nothing else: sizes of weights, names in a ParameterDict, a mark of transformers."""
-_OF_PEFT = frozenset(
-    "r lora_alpha lora_bias lora_variant use_dora use_rslora merged_adapters kwargs device_map tied_adapter _caches "
-    "fan_in_fan_out is_target_conv_1d_layer ephemeral_gpu_offload cast_input_dtype_enabled _active_adapter "
-    "_disable_adapters".split()
-)
-"""What each adapted layer has (PEFT 0.21), and no forward changes. One that is not named here costs some time."""
 _OF_MANY = ("torch", "peft")
 """Packages of whose modules there may be thousands: what they get as new attributes is seen only now and then."""
 _LOOKS = 16
@@ -602,7 +598,7 @@ class _OfModules(_Holder):
             if name not in self._standard
             and not name.startswith(_OF_A_PLAN)
             and not isinstance(attributes[name], FunctionType | MethodType | partial)
-            and (library != "peft" or name not in _OF_PEFT)
+            and (library != "peft" or name not in CONSTANT_IN_RUN)
         ]
 
     def has_same_names(self) -> bool:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recovery.ladder import Ladder, Rung, leanest_rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Part, allocated_bytes, attempt, release_memory
+from hf_ckpt.upstream.torch import hidden_from_modes
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch
@@ -82,7 +82,7 @@ class Escalation:
         self._num_reruns = 0
         # Older than the graph of the step; see `_drop_failed_backward`. Each thread counts its nodes for itself.
         if not hasattr(self._oldest, "node"):
-            with torch.enable_grad(), _disable_current_modes():
+            with torch.enable_grad(), hidden_from_modes():
                 self._oldest.node = torch.zeros((), requires_grad=True) * 1
 
     def stand_on(self, level: int) -> None:
@@ -134,7 +134,7 @@ class Escalation:
 
         The youngest node is run first: a backward of one that is older than all of them finds and drops them.
         """
-        with torch.enable_grad(), _disable_current_modes():
+        with torch.enable_grad(), hidden_from_modes():
             self._oldest.node.backward(retain_graph=True)
 
     def _retry_with_same_plan(self, failed: Failed) -> None:

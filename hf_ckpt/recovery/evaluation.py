@@ -22,6 +22,7 @@ from hf_ckpt.recovery.accumulation_window import (
 from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.upstream.transformers import LOSS_SHIFTS
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,7 @@ class EvaluationRecovery:
 
     def _loss_shifts(self) -> bool:
         """Whether the loss leaves out the first label of each row, as those of causal language models do."""
-        # transformers before 5.2x does not say.
-        of_trainer: bool | None = getattr(self._trainer, "_loss_shifts_labels", None)
+        of_trainer: bool | None = getattr(self._trainer, LOSS_SHIFTS, None)
         if of_trainer is not None:
             return of_trainer
         return type(without_adapter(self._trainer.model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))

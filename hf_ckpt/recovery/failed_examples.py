@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from hf_ckpt.recovery.accumulation_window import named_tensors
+from hf_ckpt.upstream.torch import NUM_SAMPLES, hidden_from_modes
 
 _SHOWN = 16
 
@@ -34,7 +34,7 @@ def describe_examples(trainer: Any, number: int, inputs: Any) -> str:
     """
     indices: list[int] | None = None
     # Samplers, data sets and collators are anybody's, and the run ends anyway.
-    with _disable_current_modes(), suppress(Exception):
+    with hidden_from_modes(), suppress(Exception):
         found = _indices(trainer, number)
         indices = found if found is not None and _gives(trainer, found, inputs) else None
     if indices is None:
@@ -82,7 +82,7 @@ def _order(sampler: Sampler[int] | Iterable[int]) -> Iterable[int] | None:
         return None
     again = torch.Generator().manual_seed(generator.initial_seed())
     found: Any = sampler
-    return RandomSampler(found.data_source, found.replacement, found._num_samples, again)
+    return RandomSampler(found.data_source, found.replacement, getattr(found, NUM_SAMPLES, None), again)
 
 
 def _gives(trainer: Any, indices: Sequence[int], inputs: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ckpt.errors import OutOfMemoryError
@@ -28,6 +28,8 @@ from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.trainer.saved_files import write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import counted
+from hf_ckpt.upstream.torch import default_store
+from hf_ckpt.upstream.transformers import save_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ class CleanEnd:
         self._run = run
         self._save = save
         self._is_whole = is_whole
-        default = _get_default_store()
+        default = default_store()
         # Counted, so that runs that follow each other are not mixed up.
         number = default.add(f"hf_ckpt/ends/{dist.get_rank()}", 1)
         self._store = PrefixStore(f"hf_ckpt/end/{number}", default)
@@ -176,7 +178,7 @@ class CleanEnd:
         for name, part in parts.items():
             if part is not None:
                 torch.save(part.state_dict(), half / f"{name}.pt")
-        trainer._save_rng_state(str(half))
+        save_rng_state(trainer)(str(half))
         write_plan(self._run.applied.plan, half)
         self._save(half)
         trainer.state.save_to_json(str(half / _STATE_FILE))

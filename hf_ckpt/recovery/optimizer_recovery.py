@@ -22,13 +22,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import TrainerCall
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
+from hf_ckpt.upstream.torch import (
+    MAKES_STATE,
+    TorchDispatchMode,
+    hidden_from_modes,
+    optimizer_post_hooks,
+    optimizer_pre_hooks,
+    storage_id,
+    tree_leaves,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +98,7 @@ class OptimizerSteps:
                 _, failure = attempt(call)
             if failure is None:
                 return None
-            makes_state = any(frame.f_code.co_name == _MAKES_STATE for frame, _ in walk_tb(failure.error.__traceback__))
+            makes_state = any(frame.f_code.co_name == MAKES_STATE for frame, _ in walk_tb(failure.error.__traceback__))
             if not (makes_state and before.is_unwritten()):
                 self._give_up(failure, is_written=True)
         before.remove_new_state()
@@ -122,7 +128,7 @@ class OptimizerSteps:
     def _is_known(self, groups: Sequence[Group]) -> bool:
         """Whether the optimizer treats each weight by itself, calls nobody, and shows what it has written."""
         optimizer = self._optimizer
-        every = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        every = (optimizer_pre_hooks, optimizer_post_hooks)
         hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *itertools.chain(*every)]
         if type(optimizer) not in _KNOWN or hooks or getattr(self._trainer.accelerator, "scaler", None) is not None:
             return False
@@ -152,10 +158,6 @@ _KNOWN = (
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor),
 )
 """Those of torch that treat each weight by itself: all but LBFGS, Muon, and SparseAdam."""
-
-
-_MAKES_STATE = "_init_group"
-"""The method of torch's optimizers that makes the state of a group, before anything of the group is written."""
 
 
 # --- Parts. ---
@@ -255,7 +257,7 @@ class Temporaries:
         if "foreach" in options and not options.get("fused"):
             options["foreach"] = bool(is_at_once)
         options.pop("capturable", None)
-        with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with hidden_from_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             twins = [nn.Parameter(torch.ones(_NUMEL, dtype=weights[0].dtype)) for _ in range(2)]
             for twin in twins:
                 twin.grad = torch.ones_like(twin)
@@ -307,7 +309,7 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             # Of one element are counters and factors.
             if id(tensor) not in given and storage.nbytes() >= _NUMEL:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+                self._made[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}  # type: ignore[no-untyped-call]
         self.num_bytes = max(self.num_bytes, sum(num_bytes for _, num_bytes in self._made.values()))
         return output

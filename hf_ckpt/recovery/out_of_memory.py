@@ -15,6 +15,7 @@ import torch
 
 from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError, cause_chain
 from hf_ckpt.units import format_bytes
+from hf_ckpt.upstream.torch import RUNS_BACKWARD_NAME
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
@@ -117,7 +118,7 @@ def part_of(traceback: TracebackType | None) -> Part:
     modules = [module for module, _ in frames]
     if any(module == "transformers.trainer" and name == "prediction_step" for module, name in frames):
         return Part.EVALUATION
-    backward = next((at for at, frame in enumerate(frames) if frame == _RUNS_BACKWARD), None)
+    backward = next((at for at, frame in enumerate(frames) if frame == RUNS_BACKWARD_NAME), None)
     if backward is not None:
         again = any(module.startswith(("torch.utils.checkpoint", "hf_ckpt.regions")) for module in modules[backward:])
         return Part.RECOMPUTATION if again else Part.BACKWARD
@@ -128,7 +129,6 @@ def part_of(traceback: TracebackType | None) -> Part:
     return Part.ELSEWHERE
 
 
-_RUNS_BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
 _OF_OPTIMIZER = ("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad", "hf_ckpt.recovery.optimizer_recovery")
 
 

@@ -27,6 +27,7 @@ from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.trainer.training_run import TrainingRun
+from hf_ckpt.upstream.transformers import BETWEEN_STEPS
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.replan import RunPlanner
@@ -39,20 +40,18 @@ RUNGS_FILE = "hf_ckpt_rungs.json"
 _BEFORE_WEIGHTS_CHANGE = ("training_step", "clip_grad_norm_")
 _BEGINS_BACKWARD = "backward"
 """Accelerate's method, which gets the loss once a forward has ended."""
-_BETWEEN_STEPS = "_maybe_log_save_evaluate"
-"""The Trainer's method for all that comes after a step."""
 
 _GENERATING = ("GRPOTrainer", "RLOOTrainer")
 """Trainers of trl whose inputs are generations, which are not made again."""
 
 
-def check_asked(on_oom: str | None, args: TrainingArguments) -> None:
+def check_asked(args: TrainingArguments) -> None:
     """Refuse to recover next to another recovery.
 
     Raises:
         PolicyError: `auto_find_batch_size` is on.
     """
-    if on_oom == "escalate" and args.auto_find_batch_size:
+    if args.auto_find_batch_size:
         raise PolicyError(
             'on_oom="escalate" was asked for, but auto_find_batch_size answers the same errors: it starts over with '
             "smaller batches, which changes the training. Leave one of them out."
@@ -129,7 +128,7 @@ class Recovery:
                 trainer, "Some of them may be clipped: it is not run again.", "clipping of gradients"
             ),
             "step": self._optimizer_steps,
-            _BETWEEN_STEPS: EndingPart(trainer, "It is not run again.", "logging, evaluation or saving"),
+            BETWEEN_STEPS: EndingPart(trainer, "It is not run again.", "logging, evaluation or saving"),
         }
         if why_not is not None:
             half = "Weights may be half-way through it: it is not run again."

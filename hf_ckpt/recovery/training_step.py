@@ -31,6 +31,7 @@ from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.trainer.other_models import trained_beside
+from hf_ckpt.upstream.accelerate import set_sync_gradients
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch
@@ -233,7 +234,7 @@ class TrainingSteps:
                 generators = RandomState.of(*self._on_devices).others_than(micro_batch.randomness)
                 kept = names_of(window.kept_gradients(), self._model) if number == 0 else []
                 window.proof.check_start(generators, kept)
-                gradient_state._set_sync_gradients(micro_batch.syncs_gradients)
+                set_sync_gradients(gradient_state)(micro_batch.syncs_gradients)
                 if others is not None:
                     others.begin_again(syncs=micro_batch.sends_gradients)
                 if self._planning is not None:
@@ -242,6 +243,6 @@ class TrainingSteps:
                 if failure is not None:
                     return None, self._failed(window, number, failure)
         finally:
-            gradient_state._set_sync_gradients(syncs)
+            set_sync_gradients(gradient_state)(syncs)
         window.proof.end_replay()
         return returned, None

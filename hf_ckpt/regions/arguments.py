@@ -22,33 +22,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import BitSum, bit_sums, is_plain, sums_differ
-
-_OTHER_CACHES = frozenset(
-    {
-        "FalconHybridMambaAttentionDynamicCache",
-        "FalconMambaCache",
-        "HybridMambaAttentionDynamicCache",
-        "Lfm2HybridConvCache",
-        "Lfm2MoeHybridConvCache",
-        "Mamba2Cache",
-        "MambaCache",
-        "NemotronHHybridDynamicCache",
-        "OlmoHybridDynamicCache",
-        "Qwen3NextDynamicCache",
-        "Qwen3_5DynamicCache",
-        "Qwen3_5MoeDynamicCache",
-        "ReformerDynamicCache",
-        "Zamba2HybridDynamicCache",
-        "ZambaHybridDynamicCache",
-        "xLSTMCache",
-    }
-)
-"""Caches and recurrent states of transformers that are no subclass of its `Cache`: those of hybrids until 5.4 (OLMo's
-until 5.10), of Reformer and xLSTM in 5.24 still."""
-
-READS_CACHE_ONLY = "_can_checkpoint_with_cache"
-"""Attribute of layer classes of transformers, from 5.17 on, that read a cache that others filled, and leave it as it
-is. Set on a layer it has the seam take out no argument by its name, whatever is in there."""
+from hf_ckpt.upstream.transformers import OTHER_CACHES
 
 _MAX_READ = 500
 """Objects that are read of one argument: what is behind them is not looked at."""
@@ -60,7 +34,7 @@ def is_cache(value: object) -> bool:
     """Whether a value is a key/value cache of transformers, or the state of a mamba or linear-attention layer."""
     kind = type(value)
     # A subclass of somebody else's may hold what a layer reads besides. Compilers trace this: no method of a string.
-    return (issubclass(kind, Cache) or kind.__name__ in _OTHER_CACHES) and kind.__module__[:13] == "transformers."
+    return (issubclass(kind, Cache) or kind.__name__ in OTHER_CACHES) and kind.__module__[:13] == "transformers."
 
 
 def is_filled(cache: Any, layer: nn.Module | None) -> bool:

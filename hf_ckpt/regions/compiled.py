@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_ckpt.regions.arguments import READS_CACHE_ONLY, is_cache
+from hf_ckpt.regions.arguments import is_cache
 from hf_ckpt.regions.execution_state import Function
-
-_AOT_BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_with_mode", "cudagraphs")
-"""Of `torch._dynamo.backends`."""
+from hf_ckpt.upstream.torch import IS_CONSTANT, brings_back_random_numbers
+from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
 
 
 def recompute_compiled(recompute_eagerly: Function, function: Function, *args: Any, **options: Any) -> Any:
@@ -46,23 +45,8 @@ def is_exact_when_compiled() -> bool:
 
     The compiler asks once for each graph: graphs belong to a backend.
     """
-    # At import time it takes seconds.
-    from torch._dynamo.backends.common import AotAutograd
-    from torch._dynamo.eval_frame import innermost_backend
-    from torch._dynamo.symbolic_convert import tls
-
-    # Private names, in torch 2.11 and 2.13. Where the graph breaks on the way, this runs when nothing is traced.
-    translator = getattr(tls, "current_tx", None)
-    if translator is None:
-        return False
-    outer: Any = innermost_backend(translator.output.compiler_fn)
-    backend = getattr(outer, "compiler_fn", outer)
-    if type(outer).__name__ == "_TorchCompileInductorWrapper" or isinstance(backend, AotAutograd):
-        return True
-    module, name = getattr(backend, "__module__", "") or "", getattr(backend, "__name__", "")
-    is_known = module.startswith("torch._dynamo.backends.") and name in _AOT_BACKENDS
-    return is_known or (module, name) == ("torch._inductor.compile_fx", "compile_fx")
+    return brings_back_random_numbers()
 
 
-# `torch.compiler.assume_constant_result`, which imports the compiler (torch 2.11 and 2.13).
-is_exact_when_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# `torch.compiler.assume_constant_result`, which imports the compiler.
+setattr(is_exact_when_compiled, IS_CONSTANT, True)

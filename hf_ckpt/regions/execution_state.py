@@ -26,16 +26,33 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _pop_mode as _pop_operator_mode
-from torch.utils._python_dispatch import _push_mode as _push_operator_mode
 from torch.utils.checkpoint import set_device_states
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.upstream.torch import (
+    BATCHED_BACKWARD,
+    COMPILED_CALL,
+    IS_USED,
+    KERNEL_SWITCHES,
+    NO_BACKWARD,
+    RUNS_BACKWARD_CODE,
+    SURROUNDINGS,
+    UNPACK_HOOK,
+    DispatchKeySet,
+    ExcludeDispatchKeys,
+    current_graph_task_id,
+    dispatch_modes,
+    function_mode_at,
+    has_forward_derivatives,
+    is_transformed,
+    num_dispatch_modes,
+    num_function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    temporarily_clear_interpreter_stack,
+)
 
 Function = Callable[..., Any]
 """The forward of a region: a function, or a `partial` that carries keyword arguments."""
@@ -48,7 +65,7 @@ def keeps_activations(module: nn.Module) -> bool:
 
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread. A user's hook may call the model in it, and train it."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(current_graph_task_id() != NO_BACKWARD)
 
 
 class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
@@ -91,7 +108,7 @@ def computes_nothing(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a compiler runs a module."""
     # By name, as importing the class takes seconds.
-    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+    return getattr(module, COMPILED_CALL, None) is not None or type(module).__name__ == "OptimizedModule"
 
 
 # --- Which run it is. ---
@@ -158,10 +175,10 @@ def is_repeated_by_others() -> bool:
         return False
     frame: FrameType | None = sys._getframe(1)
     # What called the backward has nothing to do with what runs in it.
-    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+    while frame is not None and frame.f_code is not RUNS_BACKWARD_CODE:
         code = frame.f_code
-        # Non-reentrant: torch 2.11 to 2.13 run it when a saved tensor is asked for.
-        if code.co_name == "unpack_hook" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+        # Non-reentrant.
+        if code.co_name == UNPACK_HOOK and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             return True
         # Reentrant: an autograd function, `CheckpointFunction` with torch, DeepSpeed, Megatron and fairscale.
         if code.co_name == "backward" and "Checkpoint" in code.co_qualname:
@@ -405,46 +422,29 @@ class ForwardContext:
             return variables.run(function, *args, **kwargs)
         modes = [*self._functions, *(mode for mode in functions if _is_of("hf_ckpt", mode))]
         with (
-            _replaced(functions, modes, _pop_mode, _push_mode),
+            _replaced(functions, modes, pop_function_mode, push_function_mode),
             # Below those that are there, as a selective region is given operators before them.
-            _replaced(operators, [*new, *operators], _pop_operator_mode, _push_operator_mode),
+            _replaced(operators, [*new, *operators], pop_dispatch_mode, push_dispatch_mode),
         ):
             return variables.run(function, *args, **kwargs)
 
 
-# `sdpa_kernel` and the `flags` of backends set them for a block. Private where a public name would be slow, or would
-# warn (2.11 to 2.13).
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch.get_default_dtype, torch.set_default_dtype),
-)
-
-
 def _read_switches() -> list[Any]:
-    return [read() for read, _ in _SWITCHES]
+    return [read() for read, _ in KERNEL_SWITCHES]
 
 
 def _set_switches(found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for (_, write), now, new in zip(_SWITCHES, found, wanted, strict=True):
+    for (_, write), now, new in zip(KERNEL_SWITCHES, found, wanted, strict=True):
         if now != new:
             write(new)
 
 
-# The names below are private: torch 2.11 to 2.13.
 def _function_modes() -> list[Any]:
-    number = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(at) for at in range(number)]
+    return [function_mode_at(at) for at in range(num_function_modes())]
 
 
 def _operator_modes() -> list[Any]:
-    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    return dispatch_modes() if num_dispatch_modes() and not SURROUNDINGS.gone else []
 
 
 def _of_others(modes: list[Any]) -> list[Any]:
@@ -497,7 +497,7 @@ def _devices_in_use(*values: Any) -> list[torch.device]:
     kind = _accelerator_type()
     module = torch.get_device_module(kind)
     # A device that has not been used yet has no state to read; MPS has none that could be read by device.
-    if kind == "cpu" or not getattr(module, "_initialized", False):
+    if kind == "cpu" or not getattr(module, IS_USED, False):
         return []
     devices = {tensor.device for value in values for tensor in tensors_in(value) if tensor.device.type == kind}
     return sorted(devices or {torch.device(kind, module.current_device())}, key=lambda device: device.index)
@@ -525,7 +525,7 @@ class ConcurrentRun:
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_graph_task_id()
         self._random_state: _States | None = None
         with _LOCK:
             others = [run for run in _RUNS if not self._belongs_to(run)]
@@ -548,10 +548,9 @@ class ConcurrentRun:
 
     def _belongs_to(self, other: ConcurrentRun) -> bool:
         """Whether this is a part of the same forward or backward: one backward may run in a thread for each device."""
-        return self._thread == other._thread or (self._task == other._task and self._task != _NO_TASK)
+        return self._thread == other._thread or (self._task == other._task and self._task != NO_BACKWARD)
 
 
-_NO_TASK = -1
 _LOCK = threading.Lock()
 _RUNS: list[ConcurrentRun] = []
 """The runs that go on now, of all models, as all of them share the generators."""
@@ -563,7 +562,7 @@ _States = tuple[list[Tensor], HostRandomState]
 def _random_state() -> _States:
     states = [torch.get_rng_state()]
     devices: Any = torch.get_device_module()
-    if getattr(devices, "_initialized", False) and hasattr(devices, "get_rng_state_all"):
+    if getattr(devices, IS_USED, False) and hasattr(devices, "get_rng_state_all"):
         states.extend(devices.get_rng_state_all())
     return states, HostRandomState.now()
 
@@ -578,15 +577,12 @@ def _are_same(before: _States, now: _States) -> bool:
 # first run is gone by then: torch raises from somewhere inside, and outputs that are kept would lose their tangents
 # without a word. A backward of the backward (`create_graph=True`) goes through all regions but tiles.
 
-_BATCHED_BACKWARD = torch._C._dispatch_key_parse("VmapMode")
-"""Set in a thread while `is_grads_batched=True` vectorizes a backward there; `torch.vmap` has an interpreter."""
-
 
 def refuse_transforms() -> None:
     """Refuse to begin a region while torch.func or forward-mode derivatives are at work."""
     if is_transformed():
         inside = "a transform of torch.func (grad, vjp, jvp, jacrev, hessian, vmap)"
-    elif forward_ad._current_level >= 0:
+    elif has_forward_derivatives():
         inside = "forward-mode derivatives (torch.autograd.forward_ad)"
     else:
         return
@@ -622,14 +618,5 @@ def untransformed() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    batched = torch._C.DispatchKeySet(_BATCHED_BACKWARD)
-    with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(batched):
+    with temporarily_clear_interpreter_stack(), ExcludeDispatchKeys(DispatchKeySet(BATCHED_BACKWARD)):
         yield
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func is at work, or a backward of several gradients at once."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or (
-        bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_BACKWARD))
-        and not torch._C._dispatch_tls_is_dispatch_key_excluded(_BATCHED_BACKWARD)
-    )

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt.regions.selective import dispatch
+from hf_ckpt.upstream.torch import FakeTensor, hidden_from_dispatch, num_dispatch_modes
 
 _WORD = 8
 """Bytes that are summed as one integer."""
@@ -481,7 +481,7 @@ def have_other_values(one: Fingerprint | None, other: Fingerprint | None) -> boo
 
 @contextmanager
 def unobserved(
-    hidden: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch,
+    hidden: Callable[[], AbstractContextManager[Any]] = hidden_from_dispatch,
 ) -> Iterator[None]:
     """Run what is in the block without a graph, unseen by the region's own selection, and inside of `hidden()`."""
     setting = dispatch.pause_interception()
@@ -524,7 +524,7 @@ def bit_sums(
     if not reads_late and any(map(is_read_late, tensors)):
         return []
     found: list[BitSum] = []
-    is_seen = torch._C._len_torch_dispatch_stack() > 0
+    is_seen = num_dispatch_modes() > 0
     for tensor in tensors:
         # First what there is most of where the host has no time to lose.
         if (

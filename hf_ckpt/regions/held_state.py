@@ -28,13 +28,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from transformers import PretrainedConfig
 
 from hf_ckpt.errors import ChangedSinceForwardError
 from hf_ckpt.regions.fingerprints import unobserved
 from hf_ckpt.regions.put_back import Slots, put_container_back, slot_names
+from hf_ckpt.upstream.deepspeed import ON_MODULES
+from hf_ckpt.upstream.peft import CONSTANT
+from hf_ckpt.upstream.torch import (
+    FSDP_MANAGED,
+    NormBase,
+    base_of,
+    hidden_from_modes,
+    is_traceable_wrapper_subclass,
+    is_view,
+    make_wrapper_subclass,
+    storage_id,
+)
+from hf_ckpt.upstream.transformers import IS_INITIALIZED, OF_MODELS
 
 Refuse = Callable[[str, Sequence[str]], None]
 """Raises an error: what has happened, and the names of what it has happened to."""
@@ -60,25 +71,16 @@ _OTHERS_NAMES = frozenset(vars(nn.Module())) - {"training"} | {
     "gradient_checkpointing",
     # Of FSDP1's state (2.13), and of transformers' loading (5.23).
     "training_state",
-    "_is_hf_initialized",
+    IS_INITIALIZED,
     # Sizes of weights.
     "in_features",
     "out_features",
 }
-_OF_PEFT = frozenset(
-    "r lora_alpha lora_bias lora_variant use_dora use_rslora kwargs _caches fan_in_fan_out is_target_conv_1d_layer "
-    "ephemeral_gpu_offload cast_input_dtype_enabled".split()
-)
-"""Of peft's layers (0.21), of which there are many. They stay as they are."""
-_OF_TRANSFORMERS = frozenset(
-    "training name_or_path kernel_config loss_type vocab_size padding_idx "
-    "_tp_plan _ep_plan _pp_plan _fsdp_plan all_tied_weights_keys _keep_in_fp32_modules _keep_in_fp32_modules_strict "
-    "_no_split_modules _skip_keys_device_placement _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_load_missing "
-    "_keys_to_ignore_on_save".split()
+_OF_TRANSFORMERS = OF_MODELS.union(
+    "training name_or_path kernel_config loss_type vocab_size padding_idx all_tied_weights_keys".split()
 )
 """Of transformers' models (5.23): sizes, and what is for loading and sharding."""
-# This package's own, and what DeepSpeed counts on modules (0.19).
-_OTHERS_PREFIXES = ("_hf_ckpt", "ds_", "applied_pre_backward")
+_OTHERS_PREFIXES = ("_hf_ckpt", *ON_MODULES)
 
 
 class _Sign(Enum):
@@ -186,7 +188,7 @@ class Held:
         self._copies: dict[_Leaf, Any] = {}
         if not shape.leaves:
             return
-        with unobserved(_disable_current_modes):
+        with unobserved(hidden_from_modes):
             objects = shape.objects()
             for leaf, value in objects.items():
                 if leaf.is_large:
@@ -199,7 +201,7 @@ class Held:
         names = [leaf.name for leaf, (tensor, version) in self.large.items() if tensor._version != version]
         for leaf, value in self._copies.items():
             now = leaf.ref()
-            with unobserved(_disable_current_modes):
+            with unobserved(hidden_from_modes):
                 same = torch.equal(now, value) if isinstance(now, Tensor) else np.array_equal(now, value)
             names += [] if same or now is None else [leaf.name]
         return names
@@ -243,7 +245,7 @@ class Held:
         if changed:
             refuse("tensors that it holds were written to", changed)
         start = {leaf: tensor for leaf, (tensor, _) in self.large.items()}
-        with unobserved(_disable_current_modes):
+        with unobserved(hidden_from_modes):
             return start | _copied({leaf: start[leaf] for leaf in self._unknown} | self._copies)
 
 
@@ -269,7 +271,7 @@ class _Places:
         self.paths: list[str] = []
         self._readers: list[tuple[itemgetter[Any], dict[str, Any]]] = []
         for path, owner, is_of_engine in found:
-            left_out = _OF_TRANSFORMERS if is_above else _OF_PEFT if id(owner) in of_peft else frozenset()
+            left_out = _OF_TRANSFORMERS if is_above else CONSTANT if id(owner) in of_peft else frozenset()
             tracked = [name for name in owner if _is_tracked(name, owner, is_of_engine)]
             names = [name for name in tracked if name not in left_out]
             if names:
@@ -281,7 +283,7 @@ class _Places:
                 self.paths += [f"{path}.{name}".lstrip(".") for name in names]
         self.buffers = {id(buffer) for module in modules for buffer in module._buffers.values()}
         # Their kernels write past the versions.
-        norms = (module for module in modules if isinstance(module, _NormBase) and module.training)
+        norms = (module for module in modules if isinstance(module, NormBase) and module.training)
         self.always_copied = {id(buffer) for module in norms for buffer in module._buffers.values()}
 
     def are_current(self) -> bool:
@@ -429,7 +431,7 @@ class _Gone(Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Tensor, name: str) -> _Gone:
-        gone: _Gone = Tensor._make_wrapper_subclass(
+        gone: _Gone = make_wrapper_subclass(
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
         )
         gone._name = name
@@ -454,7 +456,7 @@ def _is_tracked(name: str, owner: dict[str, Any], is_of_engine: bool) -> bool:
     if name in _OTHERS_NAMES or name.startswith(_OTHERS_PREFIXES):
         return False
     if isinstance(value, Tensor):
-        is_own = not is_of_engine or not value._is_view() or any(each is value._base for each in owner.values())
+        is_own = not is_of_engine or not is_view(value) or any(each is base_of(value) for each in owner.values())
         return is_own and not isinstance(value, nn.Parameter)
     return isinstance(value, (*_PLAIN, *_COPIED, tuple, frozenset)) or bool(_holders_of(value))
 
@@ -471,7 +473,7 @@ def _is_leaf(value: Any) -> bool:
 def _copied(objects: Mapping[_Leaf, Any]) -> dict[_Leaf, Any]:
     """Return copies, of which those share memory that share it now."""
     tensors = [value for value in objects.values() if isinstance(value, Tensor) and not isinstance(value, _Gone)]
-    numbers = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+    numbers = Counter(storage_id(tensor.untyped_storage()) for tensor in tensors)
     shared: dict[int, Any] = {place: None for place, number in numbers.items() if number > 1}
     found: dict[_Leaf, Any] = {}
     for leaf, value in objects.items():
@@ -479,7 +481,7 @@ def _copied(objects: Mapping[_Leaf, Any]) -> dict[_Leaf, Any]:
             found[leaf] = value
         elif not isinstance(value, Tensor):
             found[leaf] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
-        elif (place := value.untyped_storage()._cdata) in shared:
+        elif (place := storage_id(value.untyped_storage())) in shared:
             shared[place] = shared[place] or value.untyped_storage().clone()  # type: ignore[no-untyped-call]  # upstream
             like = value.detach().new_empty(0)
             found[leaf] = like.set_(shared[place], value.storage_offset(), value.shape, value.stride())
@@ -573,4 +575,4 @@ def _is_config(value: Any) -> bool:
 
 def is_managed(module: nn.Module) -> bool:
     """Whether FSDP gathers the weights of a module; FSDP1 and FSDP2 both mark it so."""
-    return "_is_fsdp_managed_module" in module.__dict__
+    return FSDP_MANAGED in module.__dict__

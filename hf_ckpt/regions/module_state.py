@@ -28,6 +28,8 @@ from hf_ckpt.regions import fingerprints
 from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
+from hf_ckpt.upstream.accelerate import HOOK
+from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 
 STATE = "_hf_ckpt_module_state"
 """Attribute of a module whose forward is a region."""
@@ -37,7 +39,7 @@ Values = Callable[[], Tensor]
 
 # Where an engine shards weights, changes of these are refused. The latter are of peft's layers; `scaling` is an
 # attribute of many attention modules too.
-_FLAGS = frozenset({"training", "_active_adapter", "_disable_adapters", "scaling"})
+_FLAGS = frozenset({"training", ACTIVE_ADAPTER, DISABLE_ADAPTERS, "scaling"})
 _MERGED = "merged_adapters"
 _MAIN_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS = (*_MAIN_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -63,8 +65,7 @@ class ModuleState:
 
     `path` is that of the module, for messages; `errors` are those of the plan; `num_steps` counts the steps of the
     optimizer, if somebody sets it; `takes_gradients` says whether a forward has taken a gradient inside of itself.
-    `above` are the modules that contain it, with their paths, if somebody sets them. `met` is what `CallState.meets_new`
-    has found.
+    `above` are the modules that contain it, with their paths, if somebody sets them. `met` is for `meets_new`.
     """
 
     def __init__(self, path: str, errors: PendingErrors) -> None:
@@ -390,7 +391,7 @@ class _Layout:
         return [number for hooks in filter(None, self._hooks) for number, hook in hooks.items() if not is_ours(hook)]
 
     def kinds(self) -> set[Hashable]:
-        """Return the names of attributes, and the code of forwards and hooks: those placed in each step have the same."""
+        """Return the names of attributes, and the code of forwards and hooks, the same for one placed in each step."""
         numbers, names = self.hooks_now(), self.held.names()
         if numbers != self._kinds[0] or names is not self._kinds[1]:
             functions = chain(map(attrgetter("forward"), self.modules), *map(dict.values, self._hooks))
@@ -762,5 +763,5 @@ def _all_require_grad(tensors: Sequence[Any]) -> list[bool]:
 
 def _is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate loads the weights of a module for each use."""
-    hook = module.__dict__.get("_hf_hook")
+    hook = module.__dict__.get(HOOK)
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))

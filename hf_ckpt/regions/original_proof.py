@@ -26,8 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.regions.execution_state import (
@@ -38,7 +36,6 @@ from hf_ckpt.regions.execution_state import (
     RandomState,
     extra_run,
     is_compiled,
-    is_transformed,
     module_of,
 )
 from hf_ckpt.regions.fingerprints import (
@@ -64,7 +61,6 @@ from hf_ckpt.regions.region_graph import (
     is_held_elsewhere,
     is_hooked,
     leads_around,
-    num_nodes_made,
     without_hooks,
 )
 from hf_ckpt.regions.selective.dispatch import selection_paused
@@ -79,6 +75,18 @@ from hf_ckpt.regions.value_proof import (
     drop,
     explaining_noise,
     never_unpack,
+)
+from hf_ckpt.upstream.torch import (
+    BACKWARDS,
+    GRAPHS,
+    current_graph_task_id,
+    dispatch_modes,
+    hidden_from_modes,
+    is_transformed,
+    num_nodes_made,
+    queue_callback,
+    sequence_number,
+    tree_leaves,
 )
 
 logger = logging.getLogger(__name__)
@@ -193,13 +201,13 @@ class OriginalCall:
             for number, tensor in reversed(list(enumerate(outputs)))
             if (node := tensor.grad_fn) is not None
             and node not in passed_on
-            and node._sequence_nr() >= self._first_node
+            and sequence_number(node) >= self._first_node
         }.values()
         if not numbers:
             self._watch_what_passes_through(proof, inputs, outputs)
             return
         assert self._module is not None
-        if _has_tiles(self._module):
+        if GRAPHS.gone or BACKWARDS.gone or _has_tiles(self._module):
             return
         if is_managed(self._module):
             # Its hooks would gather, reduce and free in the middle of the real backward (seen with FSDP2 under
@@ -219,7 +227,7 @@ class OriginalCall:
             node.register_hook(partial(self._receive, targets))
         if goals:
             # By its turn all of the region has run that runs at all: experts may be idle.
-            oldest = min((node for node, _ in goals), key=lambda node: node._sequence_nr())
+            oldest = min((node for node, _ in goals), key=lambda node: sequence_number(node))
             oldest.register_prehook(self._leave_region)
         self._num_nodes = len(edges)
         self._keys = {key for _, targets in edges for _, key, _ in targets}
@@ -264,7 +272,7 @@ class OriginalCall:
 
     def _begin_backward(self) -> None:
         """Forget what came in another backward over the same graph."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:
             self._task = task
             self._output_gradients, self._received, self._not_asked = {}, {}, set()
@@ -298,14 +306,14 @@ class OriginalCall:
             self._compare_gradients()
 
     def _leave_region(self, _: object) -> None:
-        if self._proof is not None and self._task == torch._C._current_graph_task_id():
+        if self._proof is not None and self._task == current_graph_task_id():
             self._compare_gradients()
 
     def before_recomputation(self, tensors: Sequence[Tensor]) -> None:
         """Run the original: the region is about to be recomputed from `tensors`."""
         if self._proof is None or is_transformed():
             return
-        has_gradients = bool(self._output_gradients) and self._task == torch._C._current_graph_task_id()
+        has_gradients = bool(self._output_gradients) and self._task == current_graph_task_id()
         has_gradients = has_gradients and not self._is_hooked
         if self._expected is not None or (self._has_compared_outputs and not has_gradients):
             return
@@ -330,7 +338,7 @@ class OriginalCall:
             self._held = self._proof
             # For further runs, if kernels do not repeat themselves.
             self._inputs = tensors
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, self._task))
+            queue_callback(partial(self._end_backward, self._task))
 
     def _end_backward(self, task: int) -> None:
         if self._proof is not None and self._task == task:
@@ -370,9 +378,9 @@ class OriginalCall:
         with ExitStack() as entered:
             for context in (ConcurrentRun(), extra_run(), selection_paused(), torch.enable_grad()):
                 entered.enter_context(context)
-            if any(type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack()):
+            if any(type(mode).__module__ == checkpoint.__name__ for mode in dispatch_modes()):
                 # Where another library has torch's own selective checkpointing run a region, that hands out once.
-                entered.enter_context(_disable_current_modes())
+                entered.enter_context(hidden_from_modes())
             outputs, goals, leaves, first_node = self._run_forward(tensors, keeps=gradients is not None)
             found = self._proof.fingerprints(outputs, has_sketch=True)
             if gradients is None or self._is_hooked:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_ckpt.regions.arguments import SharedSums
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import unobserved
+from hf_ckpt.upstream.torch import current_graph_task_id, queue_callback
 
 _MAX_HELD = 2048
 """Answers that wait at most after a backward: a MiB of the device, where each takes 512 bytes."""
@@ -54,12 +55,12 @@ class PendingErrors:
         if not is_in_backward():
             _raise_first([error])
             return
-        number = torch._C._current_graph_task_id()
+        number = current_graph_task_id()
         with self._lock:
             errors = self._backwards.get(number)
             if errors is None:
                 errors = self._backwards[number] = _OfBackward()
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, errors))
+                queue_callback(partial(self._end_backward, errors))
             errors.append(error)
 
     def _end_backward(self, errors: list[_PendingError]) -> None:

@@ -9,7 +9,8 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from hf_ckpt.upstream.torch import tree_map_only
 
 CONTAINERS = (dict, list, set, deque)
 

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
-from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenBits, GivenState, is_cache, is_filled
+from hf_ckpt.regions.arguments import GivenBits, GivenState, is_cache, is_filled
 from hf_ckpt.regions.compiled import recompute_compiled
 from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
@@ -45,6 +44,13 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.upstream.torch import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+    tree_map_only,
+)
+from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -192,7 +198,7 @@ def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
 @contextmanager
 def held_saved_tensors() -> Iterator[None]:
     """Hold what autograd saves in the block until its end, besides what the region's hooks make of it."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = top_saved_tensors_hooks(False)
     held: list[weakref.ref[_Held]] = []
 
     def pack_and_hold(tensor: Tensor) -> _Held:
@@ -206,13 +212,13 @@ def held_saved_tensors() -> Iterator[None]:
         return tensor
 
     # In their place, not on top: see `_without_hooks_of_region`.
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-    torch._C._autograd._push_saved_tensors_default_hooks(pack_and_hold, unpack_held)
+    pop_saved_tensors_hooks()
+    push_saved_tensors_hooks(pack_and_hold, unpack_held)
     try:
         yield
     finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        pop_saved_tensors_hooks()
+        push_saved_tensors_hooks(pack, unpack)
         for each in held:
             if (found := each()) is not None:
                 found.tensor = None
@@ -350,12 +356,12 @@ def _without_hooks_of_region() -> Iterator[None]:
     The public `saved_tensors_hooks` can only be stacked: identity hooks on top would hide the tensors from hooks that
     the user placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    hooks = top_saved_tensors_hooks(False)
+    pop_saved_tensors_hooks()
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        push_saved_tensors_hooks(*hooks)
 
 
 # --- A call, kept so that it can be run again. ---

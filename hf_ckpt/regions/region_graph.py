@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.regions.module_state import gradient_hooks_away
 from hf_ckpt.regions.put_back import put_back
+from hf_ckpt.upstream.torch import sequence_number, will_engine_execute_node
 
 Key = Hashable
 """What a gradient is for: an argument, by its place, or a weight, by its id."""
@@ -25,12 +25,6 @@ Goals = dict[tuple[Node, int], Key]
 _CAST = "ToCopyBackward0"
 Edges = list[tuple[Node, list[tuple[int, Key, Node]]]]
 """Nodes, and which of the gradients that each returns is for what, with the node that gets it."""
-
-
-def num_nodes_made() -> int:
-    """Return how many nodes this thread has made: the number of the next one."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
 
 
 def goals_of(arguments: Mapping[int | str, Any]) -> Goals:
@@ -56,7 +50,7 @@ def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[
     nodes = deque(
         node
         for node in dict.fromkeys(tensor.grad_fn for tensor in outputs)
-        if node is not None and node._sequence_nr() >= first_node
+        if node is not None and sequence_number(node) >= first_node
     )
     seen = set(nodes)
     while nodes:
@@ -71,7 +65,7 @@ def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[
                 # Other leaves may have been made inside, for this run alone.
                 if isinstance(following.variable, nn.Parameter):
                     targets.append((place, ("weight", id(following.variable)), following))
-            elif following not in seen and following._sequence_nr() >= first_node:
+            elif following not in seen and sequence_number(following) >= first_node:
                 seen.add(following)
                 nodes.append(following)
             elif following not in seen:
@@ -124,7 +118,7 @@ def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
 def is_asked(node: Node) -> bool:
     """Whether the backward that runs wants the gradient that a node gets: `torch.autograd.grad` names a few."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_engine_execute_node(node))
     except RuntimeError:
         # Of a leaf that `torch.autograd.grad` names.
         return False

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
@@ -29,6 +28,7 @@ from hf_ckpt.regions.execution_state import Function, RandomState
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, are_equal, is_sum, plain_tensors
 from hf_ckpt.regions.region_graph import HooksNoted
 from hf_ckpt.regions.value_proof import CallProof, drop, never_unpack
+from hf_ckpt.upstream.torch import FakeTensor, top_saved_tensors_hooks
 
 # --- Each call. ---
 
@@ -288,7 +288,7 @@ class TileProof:
         self._dim = dim
         self._leading = tuple(inputs[0].shape[: dim + 1])
         # What the hooks of a region around this one recompute or copy back is checked there.
-        self._is_inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        self._is_inside = top_saved_tensors_hooks(True) is not None
         self._slices: list[_SliceRun] = []
         self._fault: str | None = None
         self._alone = alone

@@ -52,6 +52,7 @@ from hf_ckpt.regions.tile_checks import (
     weights_used,
 )
 from hf_ckpt.structure.stored import weight_shape
+from hf_ckpt.upstream.torch import keeps_graph_of_backward
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import RegionProof
@@ -384,7 +385,7 @@ def _gradients(
     if not reached or not (wanted or weights):
         return [None] * (len(wanted) + len(weights))
     outputs, gradients = zip(*reached, strict=True)
-    keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    keeps_graph = keeps_graph_of_backward()
     # Hooks on a weight see its gradient once, which is the sum over the slices; see `_Tiled`.
     with gradient_hooks_away(weights):
         return torch.autograd.grad(outputs, [*wanted, *weights], gradients, allow_unused=True, retain_graph=keeps_graph)

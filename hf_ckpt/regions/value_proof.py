@@ -19,8 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import _StopRecomputationError
 
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.policy.options import Prove
@@ -49,10 +47,11 @@ from hf_ckpt.regions.fingerprints import (
     unobserved,
 )
 from hf_ckpt.regions.selective.dispatch import selection_paused
+from hf_ckpt.upstream.torch import StopRecomputation, current_graph_task_id, hidden_from_modes, queue_callback
 
 logger = logging.getLogger(__name__)
 
-_unobserved = partial(unobserved, _disable_current_modes)
+_unobserved = partial(unobserved, hidden_from_modes)
 """Hides what runs in a block from modes."""
 
 _TRIES = 3
@@ -169,10 +168,10 @@ class ValueProof:
             return
         if not is_in_backward():
             self._raise()
-        elif self._raised_by != (backward := torch._C._current_graph_task_id()):
+        elif self._raised_by != (backward := current_graph_task_id()):
             self._raised_by = backward
             # At its end, when all faults are known; the caller of backward gets the error.
-            torch.autograd.Variable._execution_engine.queue_callback(self._raise)
+            queue_callback(self._raise)
 
     def raise_faults(self) -> None:
         """Raise the faults of a backward that ended in another exception, which drops the engine's callbacks."""
@@ -390,7 +389,7 @@ class CallProof:
             self.original.before_recomputation(tensors)
         try:
             returned, run = self._run(function, tensors, modules)
-        except (AllRecomputed, _StopRecomputationError):
+        except (AllRecomputed, StopRecomputation):
             # If it does not run to the end.
             if self._forward is not None:
                 self.finish(self._find_fault_inside(self._forward, modules))

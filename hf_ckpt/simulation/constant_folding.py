@@ -16,12 +16,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import HFCkptError, UnsupportedError
 from hf_ckpt.simulation.operator_memo import MAX_ENTRIES, Outputs, look, run_once
+from hf_ckpt.upstream.torch import (
+    CTC_LOSS,
+    CTC_LOSS_OF_TENSORS,
+    FUSED_OPTIMIZERS,
+    GROUPED_MM,
+    INDEX_PUT,
+    WAIT,
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeWork,
+    disable_current_modes,
+    schema_of,
+    storage_id,
+    tree_leaves,
+)
 
 _MAX_ELEMENTS = 2**22
 """Larger tensors, such as a mask [S, S], stay fake."""
@@ -52,14 +66,14 @@ def _fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not all(map(has_values, tensors)):
-        if function._schema.is_mutable:
+        if schema_of(function).is_mutable:
             _note_overwritten(function, args, kwargs)
         return SUBSTITUTES.get(function, function)(*args, **kwargs)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         key = look(function, args, kwargs, [])
     if key in _run_for_real:
         return _run_real(function, args, kwargs)
-    if tensors and (function._schema.is_mutable or function.is_view):
+    if tensors and (schema_of(function).is_mutable or function.is_view):
         # It changes its arguments: run on fake copies, it would leave no trace. A view takes no memory.
         return _run_real(function, args, kwargs)
     try:
@@ -85,7 +99,7 @@ _INDEXING = frozenset(
         torch.ops.aten.index.Tensor,
         torch.ops.aten.index_put.default,
         torch.ops.aten.index_put_.default,
-        torch.ops.aten._index_put_impl_.default,
+        INDEX_PUT,
     )
 )
 """Read and write at places: the second argument has an index for each dimension, or a mask for several."""
@@ -108,19 +122,19 @@ def has_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are those of the step."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return False
-    return not _overwritten or tensor.untyped_storage()._cdata not in _overwritten
+    return not _overwritten or storage_id(tensor.untyped_storage()) not in _overwritten
 
 
 def _note_overwritten(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Note the tensors with values that an operator writes something without values into."""
-    for number, argument in enumerate(function._schema.arguments):
+    for number, argument in enumerate(schema_of(function).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         for tensor in tree_leaves(args[number] if number < len(args) else kwargs.get(argument.name)):
             if isinstance(tensor, Tensor) and has_values(tensor):
                 storage = tensor.untyped_storage()
-                _overwritten.add(storage._cdata)
-                weakref.finalize(storage, _overwritten.discard, storage._cdata)
+                _overwritten.add(storage_id(storage))
+                weakref.finalize(storage, _overwritten.discard, storage_id(storage))
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -128,7 +142,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _run_real(function: Any, args: Any, kwargs: Any) -> Any:
-    with _disable_current_modes():
+    with disable_current_modes():
         return function(*args, **kwargs)
 
 
@@ -219,8 +233,8 @@ def _densely_laid(tensor: Tensor) -> Tensor:
 def _ctc_loss(log_probs: Tensor, targets: Tensor, _: Any, target_lengths: Any, *options: Any) -> Any:
     """Make the loss of each row [B], and a table with a place for each label of the longest text and each gap."""
     if isinstance(target_lengths, Tensor) and not has_values(target_lengths):
-        raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
-    with _disable_current_modes():
+        raise DynamicOutputShapeException(CTC_LOSS_OF_TENSORS)
+    with disable_current_modes():
         labels = int(torch.as_tensor(target_lengths).max())
     frames, rows = log_probs.shape[0], log_probs.shape[1]
     return log_probs.new_empty(rows), log_probs.new_empty(rows, frames, 2 * labels + 1)
@@ -232,7 +246,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _reduced(tensors: list[Tensor], *args: Any) -> tuple[list[Tensor], Any]:
     """Send nothing: tensors are reduced in place."""
-    return tensors, torch._C._distributed_c10d.FakeWork().boxed()
+    return tensors, FakeWork().boxed()
 
 
 def _waited_for(tensor: Tensor) -> Tensor:
@@ -242,16 +256,15 @@ def _waited_for(tensor: Tensor) -> Tensor:
 
 SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
-        torch.ops.aten._grouped_mm.default: _grouped_mm,
+        GROUPED_MM: _grouped_mm,
         torch.ops.aten.native_batch_norm.default: partial(_dense, torch.ops.aten.native_batch_norm.default, 1),
         torch.ops.aten.native_batch_norm_backward.default: partial(
             _dense, torch.ops.aten.native_batch_norm_backward.default, 2
         ),
-        torch.ops.aten._ctc_loss.default: _ctc_loss,
-        torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
-        torch.ops.aten._fused_adam_.default: _nothing,
-        torch.ops.aten._fused_adamw_.default: _nothing,
-        torch.ops._c10d_functional.wait_tensor.default: _waited_for,
+        CTC_LOSS: _ctc_loss,
+        CTC_LOSS_OF_TENSORS: _ctc_loss,
+        **dict.fromkeys(FUSED_OPTIMIZERS, _nothing),
+        WAIT: _waited_for,
         torch.ops.c10d.allreduce_.default: _reduced,
     }
 )

@@ -218,8 +218,10 @@ def _prefers_cudnn() -> bool:
     import torch
     from torch.nn.attention import SDPBackend
 
+    from hf_ckpt.upstream.torch import fused_sdp_choice
+
     query = torch.empty(1, 1, 128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    return bool(torch._fused_sdp_choice(query, query, query, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value)
+    return bool(fused_sdp_choice(query, query, query, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _in_table(name: str) -> Device | None:

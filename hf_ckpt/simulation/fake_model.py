@@ -20,19 +20,20 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.patch.stack_patch import FLAG
 from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.simulation import quantized, shared_tensors
 from hf_ckpt.simulation.isolation import note_original
 from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
 from hf_ckpt.structure.layers import Layer, Stack, modules_of
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.accelerate import FORWARD_BEFORE_AUTOCAST
+from hf_ckpt.upstream.torch import FakeTensor, FakeTensorMode
+from hf_ckpt.upstream.transformers import FLAG
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _take_autocast_off(module: nn.Module) -> None:
 
     accelerate itself follows `__wrapped__` to find it, past the one that trl puts on the model: to that of the class.
     """
-    original = vars(module).pop("_original_forward", None)
+    original = vars(module).pop(FORWARD_BEFORE_AUTOCAST, None)
     if original is not None:
         module.forward = original
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_ckpt.upstream.torch import disable_current_modes
 
 _MAX_VALUES = 2**20
 """Of whole numbers with so many elements the values are kept: tokens, their types and positions, sizes of images."""
@@ -65,7 +66,7 @@ class InputTensor:
         """Return the tensor: real where its values are known, else as fake as `like`."""
         if self.values is None:
             return like.new_empty(self.shape, dtype=self.dtype)
-        with _disable_current_modes():
+        with disable_current_modes():
             return torch.frombuffer(bytearray(self.values), dtype=self.dtype).view(self.shape)
 
 

@@ -20,8 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.module_state import is_ours, versions_of
@@ -29,6 +27,7 @@ from hf_ckpt.regions.put_back import CONTAINERS, put_container_back
 from hf_ckpt.simulation.shared_tensors import local_part
 from hf_ckpt.structure.layers import modules_of
 from hf_ckpt.trainer.other_models import is_of_library, names_in
+from hf_ckpt.upstream.torch import FakeTensor, disable_current_modes, storage_id
 
 _COPY_OF = "_hf_ckpt_copy_of"
 
@@ -108,7 +107,7 @@ def _address(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
         return None
     try:
-        address: int = tensor.untyped_storage()._cdata
+        address: int = storage_id(tensor.untyped_storage())
     except NotImplementedError:
         # A wrapper of another tensor.
         return None
@@ -136,7 +135,7 @@ def isolated(
     try:
         yield tensors
     finally:
-        with _disable_current_modes():
+        with disable_current_modes():
             reached.put_back()
             changed = guarded.put_back()
     if tensors.error is not None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from hf_ckpt.policy.plan import LayerPlan, Plan
@@ -37,6 +36,7 @@ from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, co
 from hf_ckpt.simulation.tape_expansion import CannotReuseError, PartlyTraced, expand
 from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.upstream.torch import DisableTorchFunction, FakeTensor, tree_flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,9 +400,9 @@ _ATOMS = frozenset({bool, int, float, str})
 
 
 def _call_signature(args: Any, kwargs: Any) -> object:
-    leaves, form = torch.utils._pytree.tree_flatten((args, kwargs))
+    leaves, form = tree_flatten((args, kwargs))
     # No function mode is to see what is read here: see `run_once`.
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return form, [
             (leaf.shape, leaf.dtype, leaf.requires_grad)
             if isinstance(leaf, Tensor)

@@ -17,6 +17,7 @@ from hf_ckpt.simulation.tape import Mark
 from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parts import PARTS
+from hf_ckpt.upstream.torch import DisableTorchFunction
 
 
 @contextmanager
@@ -119,7 +120,7 @@ def _track_output(tracker: Tracker, place: Place, mark: Mark | None, module: nn.
     if not torch.is_grad_enabled():
         return
     # The first output is the hidden states; where there are others, their backward may come later.
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         for tensor in tensors_in(output)[:1]:
             if tensor.requires_grad:
                 tensor.register_hook(partial(_enter_backward, tracker, place, mark))  # type: ignore[no-untyped-call]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OperatorBase
 from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt.regions.selective.save_rules import OperatorRole
@@ -22,6 +21,7 @@ from hf_ckpt.regions.selective.save_rules import operator_kind as selective_kind
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tracker import is_without_memory
+from hf_ckpt.upstream.torch import OperatorBase, schema_of
 
 Formula = Callable[[Any, Any, Any], int]
 """FLOPs of an operator's arguments, named arguments and output."""
@@ -214,7 +214,7 @@ _PARTLY = {
 
 @lru_cache(maxsize=4096)
 def _kind(function: Any) -> _OperatorKind:
-    schema = getattr(function, "_schema", None)
+    schema = schema_of(function)
     if schema is None:
         # A higher-order operator has no schema. The operators inside of it are dispatched by themselves.
         return _OperatorKind()

@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hf_ckpt.upstream.torch import (
+    IS_PARAMETER,
+    DisableTorchFunction,
+    DispatchModeKey,
+    FakeTensor,
+    FakeTensorMode,
+    dispatch_mode,
+    hidden_from_dispatch,
+    make_subclass,
+    schema_of,
+    set_throw_on_mutable_data_ptr,
+    storage_id,
+)
 
 MAX_ENTRIES = 2**16
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -34,7 +47,7 @@ class _Made:
     base: int | None = None
 
     def make(self, args: Any, mode: FakeTensorMode) -> FakeTensor:
-        with torch._C._DisableTorchDispatch():
+        with hidden_from_dispatch():
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             if self.base is not None:
                 made.set_(args[self.base].untyped_storage(), self.offset, self.shape, self.stride)
@@ -52,8 +65,8 @@ def _fake_of(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTe
         fake = FakeTensor(mode, made, device)
         _attributes[device] = {name: value for name, value in vars(fake).items() if value is not mode}
         return fake
-    fake = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake = make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
+    set_throw_on_mutable_data_ptr(fake)
     fake.__dict__.update(_attributes[device])
     fake.fake_mode = mode
     return fake
@@ -75,7 +88,7 @@ def fake_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, 
 def fake_parameter(made: FakeTensor, *, requires_grad: bool = True) -> nn.Parameter:
     """Return a new fake tensor as a parameter: what `nn.Parameter` returns, which runs an operator for it."""
     parameter: Any = made.requires_grad_(requires_grad)
-    parameter._is_param = True
+    setattr(parameter, IS_PARAMETER, True)
     found: nn.Parameter = parameter
     return found
 
@@ -121,7 +134,7 @@ def run_once(
     most of the time of a step would go there.
     """
     tensors: list[Tensor] = []
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         key = look(function, args, kwargs, tensors)
         mode = _mode_of(tensors)
         is_mixed = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -158,7 +171,7 @@ def look(
 def _mode_of(tensors: list[Tensor]) -> FakeTensorMode | None:
     """Return the mode of what is made of some tensors: the one that is entered where it is made of none."""
     if not tensors:
-        entered: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        entered: FakeTensorMode | None = dispatch_mode(DispatchModeKey.FAKE)
         return entered
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
@@ -166,7 +179,7 @@ def _mode_of(tensors: list[Tensor]) -> FakeTensorMode | None:
 @cache
 def _makes_new(function: Callable[..., Any]) -> bool:
     """Whether an operator neither changes an argument nor returns a view of one."""
-    schema = getattr(function, "_schema", None)
+    schema = schema_of(function)
     return schema is not None and all(argument.alias_info is None for argument in schema.arguments)
 
 
@@ -200,7 +213,7 @@ def _outputs(output: Any, args: Any, tensors: list[Tensor]) -> Outputs:
     if several and type(output) not in (tuple, list):
         raise _NotKnownError
     made = set[int]()
-    held = {tensor.untyped_storage()._cdata for tensor in tensors}
+    held = {storage_id(tensor.untyped_storage()) for tensor in tensors}
     outputs = output if several else (output,)
     found = tuple(_output(each, args, held, made) for each in outputs)
     seen = [*tensors, *(each for each in outputs if isinstance(each, Tensor))]
@@ -222,12 +235,14 @@ def _output(output: Any, args: Any, held: set[int], made: set[int]) -> _Make:
     _look(output, [])
     storage = output.untyped_storage()
     with_storage = (each for each in enumerate(args) if isinstance(each[1], FakeTensor))
-    base = next((index for index, arg in with_storage if arg.untyped_storage()._cdata == storage._cdata), None)
+    base = next(
+        (index for index, arg in with_storage if storage_id(arg.untyped_storage()) == storage_id(storage)), None
+    )
     if base is None:
         whole = -(-storage.nbytes() // output.itemsize)
-        if storage._cdata in held | made or output.storage_offset() or whole != _extent(output):
+        if storage_id(storage) in held | made or output.storage_offset() or whole != _extent(output):
             raise _NotKnownError
-        made.add(storage._cdata)
+        made.add(storage_id(storage))
     offset, device = int(output.storage_offset()), output.fake_device
     return _Made(tuple(output.shape), output.stride(), offset, output.dtype, device, base).make
 

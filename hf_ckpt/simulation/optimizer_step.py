@@ -11,13 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
@@ -36,6 +29,13 @@ from hf_ckpt.simulation.step import MICRO_BATCHES, Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Event, Storage, copied_events
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.upstream.torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    is_traceable_wrapper_subclass,
+)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Adafactor, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -25,6 +22,8 @@ from hf_ckpt.simulation.fake_model import EmptyCopies
 from hf_ckpt.simulation.operator_memo import fake_empty
 from hf_ckpt.simulation.step import GivenOptimizer, Step
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.bitsandbytes import HAS_WARNED_OF_CPU, STATE_BUFFERS
+from hf_ckpt.upstream.torch import FakeTensor, FakeTensorMode, disable_current_modes, no_dispatch
 
 _OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 _OF_BITSANDBYTES = (
@@ -191,7 +190,7 @@ def copy_state(
         return found
 
     optimizer.state.clear()
-    with _disable_current_modes():
+    with disable_current_modes():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in like:
@@ -262,7 +261,7 @@ def _make_bitsandbytes(
     from bitsandbytes.optim.optimizer import GlobalOptimManager
 
     # It computes its quantisation maps when it is made, with values.
-    with _disable_current_modes():
+    with disable_current_modes():
         optimizer = optimizer_class(groups, **kwargs)
     fake = next((each for group in groups for each in group["params"] if isinstance(each, FakeTensor)), None)
     if fake is not None:
@@ -276,11 +275,10 @@ def _make_bitsandbytes(
             # As the Trainer does.
             optimizer.mng.register_module_override(SimpleNamespace(weight=weight), "weight", {"optim_bits": 32})
     # It warns of CPU parameters at each step.
-    optimizer._cpu_paged_warned = True
+    setattr(optimizer, HAS_WARNED_OF_CPU, True)
     if is_cuda and optimizer.is_paged:
         optimizer._hf_ckpt_on_host = []
-        # AdEMAMix makes two tensors in one.
-        for name, leading in (("get_state_buffer", ()), ("_get_state_double_buffer", (2,))):
+        for name, leading in STATE_BUFFERS:
             if hasattr(optimizer, name):
                 made = partial(_state_buffer, optimizer._hf_ckpt_on_host, getattr(optimizer, name), leading)
                 setattr(optimizer, name, made)

@@ -11,14 +11,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.regions.execution_state import Function, module_of
 from hf_ckpt.regions.fingerprints import Fingerprint, checksum_scratch_bytes, scratch_bytes
 from hf_ckpt.regions.value_proof import CallProof, RegionProof
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.upstream.torch import (
+    RECOMPUTATION_HOOK,
+    DisableTorchFunction,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+    tree_leaves,
+)
 
 _HASH_BYTES = 8
 _SKETCH_BYTES = 4 * 65
@@ -98,7 +104,7 @@ class SimulatedCallProof(CallProof):
     ) -> None:
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor):
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     num_bytes = scratch(tensor)
                 self._tracker.record_temporary(num_bytes)
                 self._tracker.record_owned(_HASH_BYTES, found)
@@ -114,9 +120,9 @@ def _counted_saves(on_save: Callable[[int], None]) -> Iterator[list[None]]:
     saved, and stay there: see `regions.recompute`.
     """
     saved: list[None] = []
-    pack, unpack = hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = hooks = top_saved_tensors_hooks(False)
     # It may have all that it needs in the middle of an operator. A segment reports that by itself.
-    calls_back = "_recomputation_hook" in getattr(pack, "__qualname__", "")
+    calls_back = RECOMPUTATION_HOOK in getattr(pack, "__qualname__", "")
 
     def counting(tensor: Tensor) -> Any:
         saved.append(None)
@@ -124,10 +130,10 @@ def _counted_saves(on_save: Callable[[int], None]) -> Iterator[list[None]]:
             on_save(len(saved))
         return pack(tensor)
 
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-    torch._C._autograd._push_saved_tensors_default_hooks(counting, unpack)
+    pop_saved_tensors_hooks()
+    push_saved_tensors_hooks(counting, unpack)
     try:
         yield saved
     finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        pop_saved_tensors_hooks()
+        push_saved_tensors_hooks(*hooks)

@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.upstream.torch import schema_of
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of memory that an operator allocates for itself while it runs."""
@@ -216,7 +217,7 @@ class _Matmul8bit(torch.autograd.Function):
 
 def workspace(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Workspace]:
     """Return what an operator in the namespace `bitsandbytes` allocates while it runs, and does not show."""
-    schema = function._schema
+    schema = schema_of(function)
     if schema.name not in _WORKSPACES:
         return []
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs

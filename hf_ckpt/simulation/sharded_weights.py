@@ -17,6 +17,7 @@ from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.tape import FlatParameter
 from hf_ckpt.structure.layers import Stack
 from hf_ckpt.structure.stored import inside_adapters, stored
+from hf_ckpt.upstream.peft import CASTS_INPUT
 
 UnitKey = tuple[int, int] | str | None
 """Number of the stack and `layer_idx`; path of an adapter; `EMBEDDINGS`, `HEAD`; None for the rest of the model."""
@@ -65,8 +66,8 @@ def let_adapters_cast(model: nn.Module, step: Step) -> None:
     if step.sharding.engine == "fsdp1" and step.autocast is not None:
         for module in model.modules():
             adapted: Any = module
-            if hasattr(adapted, "base_layer") and hasattr(adapted, "_cast_input_dtype"):
-                adapted._cast_input_dtype = partial(_cast_as_shares, adapted._cast_input_dtype)
+            if hasattr(adapted, "base_layer") and hasattr(adapted, CASTS_INPUT):
+                setattr(adapted, CASTS_INPUT, partial(_cast_as_shares, getattr(adapted, CASTS_INPUT)))
 
 
 def _cast_as_shares(cast: Callable[[Any, torch.dtype], Any], inputs: Any, dtype: torch.dtype) -> Any:

@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_ckpt.upstream.torch import (
+    FINDS_SHAPES,
+    AsyncCollectiveTensor,
+    disable_current_modes,
+    local_tensor,
+    shape_finder,
+)
 
 
 def is_shared(types: Iterable[type]) -> bool:
@@ -35,7 +41,7 @@ def has_shared(model: nn.Module) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: DTensor, make: Callable[[Tensor], Tensor]) -> DTensor:
@@ -43,7 +49,7 @@ def like(tensor: DTensor, make: Callable[[Tensor], Tensor]) -> DTensor:
 
     A part may be a view of what was loaded, all of which it keeps.
     """
-    local = tensor._local_tensor.detach()
+    local = local_tensor(tensor).detach()
     held = make(torch.empty(local_bytes(tensor) // local.itemsize, dtype=local.dtype, device="meta"))
     return DTensor.from_local(
         held.as_strided(local.shape, local.stride(), local.storage_offset()),
@@ -57,7 +63,7 @@ def like(tensor: DTensor, make: Callable[[Tensor], Tensor]) -> DTensor:
 
 def local_bytes(tensor: DTensor) -> int:
     """Return the bytes of memory that this rank's part lies in."""
-    return tensor._local_tensor.untyped_storage().nbytes()
+    return local_tensor(tensor).untyped_storage().nbytes()
 
 
 @contextmanager
@@ -66,8 +72,7 @@ def shapes_found_apart() -> Iterator[None]:
 
     It runs operators on fake tensors for that, once for each, which are none of the step.
     """
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    name = "_propagate_tensor_meta_non_cached"
+    propagator, name = shape_finder(DTensor), FINDS_SHAPES
     found = dict(vars(propagator))
     setattr(propagator, name, partial(_apart, getattr(propagator, name)))
     try:
@@ -79,5 +84,5 @@ def shapes_found_apart() -> Iterator[None]:
 
 
 def _apart(find: Callable[[Any], Any], schema: Any) -> Any:
-    with _disable_current_modes():
+    with disable_current_modes():
         return find(schema)

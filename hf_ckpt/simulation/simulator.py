@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.garbage_collection import no_cycles_collected
@@ -45,6 +44,7 @@ from hf_ckpt.simulation.tracker import Tracker, no_costs, parameters_and_buffers
 from hf_ckpt.simulation.zero_tape import ZeroTape
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.torch import DisableTorchFunction, disable_current_modes
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""
@@ -446,7 +446,7 @@ class StepSimulator:
         if key not in self._known.optimizers:
             tracker, is_cuda = self._tracker(has_costs=True), self.device.is_cuda
             # Nothing in it is replaced, and a function mode would see each device that it asks for.
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with disable_current_modes(), DisableTorchFunction():
                 self._known.optimizers[key] = simulate_optimizer(self.model, step, names, tracker, is_cuda=is_cuda)
         return self._known.optimizers[key]
 

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.inputs import InputTensor, Settings
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.upstream.torch import run_backward, tree_leaves
+from hf_ckpt.upstream.transformers import CACHE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +267,7 @@ def _scores_rows(model: nn.Module) -> bool:
 def _run_backward(loss: Tensor) -> None:
     # What `loss.backward()` does. That would be a function of torch to a function mode, which is off while one runs,
     # and so while layers run forward again.
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def prepare_loss(model: nn.Module, step: Step, others: Mapping[str, nn.Module], *, is_cuda: bool) -> Callable[..., Any]:
@@ -319,7 +317,7 @@ def run_evaluation_batch(
             found = loss_of({**inputs}, return_outputs=step.loss.keeps_predictions)
             return found[1]["logits"].nbytes if step.loss.keeps_predictions else 0
         output = _under_autocast(model, step.autocast)(**inputs, **dict(step.settings))
-    ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ("past_key_values",))
+    ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", (CACHE,))
     named = output if isinstance(output, Mapping) else {str(place): each for place, each in enumerate(output[1:])}
     kept = tree_leaves([value for name, value in named.items() if name not in ("loss", *ignored)])
     kept += [value for name, value in inputs.items() if name in _LABELS]

@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
 from hf_ckpt.simulation import quantized
@@ -27,6 +24,14 @@ from hf_ckpt.simulation.operator_memo import Outputs, Run, call
 from hf_ckpt.simulation.shared_tensors import is_shared, local_bytes, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
+from hf_ckpt.upstream.torch import (
+    AsyncCollectiveTensor,
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    disable_current_modes,
+    storage_id,
+)
 
 CostFunction = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
@@ -220,7 +225,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._append(Event(place, MemoryChange.ALLOCATE, storage))
         return storage
 
-    on_host = staticmethod(_disable_current_modes)
+    on_host = staticmethod(disable_current_modes)
     """Leaves out of the count what is made inside: it lies on the host."""
 
     def enter_module(self, place: Place) -> None:
@@ -273,7 +278,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.real.check(kwargs.values(), self)
         held = [self.holds(function, args, kwargs, False)]  # until this returns
         output, known = self._run(function, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._record(function, args, kwargs, output, known)
         if not self._is_silent:
             held.append(self.holds(function, args, kwargs, True))
@@ -360,14 +365,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- Storages. ---
 
     def _storage_of(self, tensor: Tensor) -> Storage | None:
-        found = self._alive.get(tensor.untyped_storage()._cdata)
+        found = self._alive.get(storage_id(tensor.untyped_storage()))
         return None if found is None else found[1]
 
     def _start_tracking(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()
         num_bytes = self._rounded(storage.nbytes())
         followed = Storage(num_bytes, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        key = storage._cdata
+        key = storage_id(storage)
         # Called when C++ frees the storage: Python's object of a storage lives as long as the storage.
         self._alive[key] = (weakref.ref(storage, lambda _: self._record_free(key)), followed)
         return followed
@@ -387,7 +392,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _bytes_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
 
 

@@ -207,6 +207,16 @@ def modules_down_to(model: nn.Module, path: str) -> list[nn.Module]:
     return list(accumulate(path.split(".") if path else (), getattr, initial=model))
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP gathers and frees the parameters of this module together."""
+    return isinstance(module, FSDPModule | FullyShardedDataParallel)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has sharded the model, or a part of it."""
+    return any(map(is_unit, modules_of(model)))
+
+
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class as it is without engines: FSDP2 derives a class of its own from it."""
     while _is_wrapper(module):

@@ -17,6 +17,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import class_name, clean_path, modules_down_to, path_of
 from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.torch import COMPILED_INSIDE
 
 _FUSING = ("liger_kernel", "trl", "unsloth", "unsloth_zoo", "axolotl", "cut_cross_entropy")
 """Libraries that put a forward with a fused head and loss, or a cross entropy of their own, onto models."""
@@ -81,7 +82,7 @@ def governed_by_other(model: nn.Module) -> str | None:
 
 
 def _check_not_compiled(model: nn.Module) -> None:
-    if hasattr(model, "_orig_mod"):
+    if hasattr(model, COMPILED_INSIDE):
         raise UnsupportedError(
             "head: chunked was asked for, but the whole model is compiled (torch.compile), which cannot trace logits "
             "that are put off. Compile the layers alone (model.model.layers), or leave head out."

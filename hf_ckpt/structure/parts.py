@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ckpt.structure.stored import inside_adapters, stored, weight_shape
+from hf_ckpt.upstream.deepspeed import WHOLE_SHAPE
+from hf_ckpt.upstream.torch import flattened_shapes
 
 Shapes = dict[nn.Module, dict[str, torch.Size]]
 
@@ -30,9 +32,9 @@ def parameter_shapes(model: nn.Module) -> Shapes:
         if not isinstance(module, FullyShardedDataParallel):
             own = module.named_parameters(recurse=False)
             # ZeRO-3 notes the shape on the parameter that it has emptied.
-            shapes[module] = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in own}
+            shapes[module] = {name: getattr(parameter, WHOLE_SHAPE, parameter.shape) for name, parameter in own}
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        for (module, name), shape in _flattened(unit).items():
+        for (module, name), shape in flattened_shapes(unit).items():
             shapes.setdefault(module, {})[name] = shape
     return shapes
 
@@ -42,19 +44,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while isinstance(module, FullyShardedDataParallel):
         module = module.module
     return module
-
-
-def _flattened(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], torch.Size]:
-    """Return the shapes of the parameters that a unit of FSDP1 has flattened into its own."""
-    if unit._handle is None:
-        # A unit whose parameters are all in units below it, or that has none.
-        return {}
-    flat = unit._handle.flat_param
-    names = [(info.module, info.param_name) for info in flat._param_infos]
-    shapes = dict(zip(names, flat._shapes, strict=True))
-    for shared in flat._shared_param_infos:
-        shapes[shared.module, shared.param_name] = shapes[shared.prim_module, shared.prim_param_name]
-    return shapes
 
 
 PARTS = ("attention", "ffn")

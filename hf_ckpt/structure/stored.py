@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_AROUND = ("base_layer", "original_module", "_fsdp_wrapped_module")
+from hf_ckpt.upstream.peft import MODEL_CONFIGS
+from hf_ckpt.upstream.torch import COMPILED_INSIDE, FSDP_WRAPPED
+
+_AROUND = ("base_layer", "original_module", FSDP_WRAPPED)
 _PLAIN = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, partial, partialmethod, type)
 """What a class may hold as it is; whatever else has a `__get__` computes something."""
 
@@ -25,7 +28,7 @@ def stored(owner: object, name: str) -> Any:
     """
     places: tuple[Any, ...] = (getattr(owner, "__dict__", {}),)
     if isinstance(owner, nn.Module):
-        while (inner := owner._modules.get("_orig_mod")) is not None:
+        while (inner := owner._modules.get(COMPILED_INSIDE)) is not None:
             owner = inner
         places = (vars(owner), owner._parameters, owner._buffers, owner._modules)
     for place in places:
@@ -41,7 +44,7 @@ def stored(owner: object, name: str) -> Any:
 def adapter_configs(model: object) -> dict[str, Any]:
     """Return the configs of a model's adapters of PEFT, by name: what `peft_config` shows."""
     # `PeftModel.peft_config` is a property over these two.
-    found = stored(model, "peft_config") or stored(model, "_peft_config")
+    found = stored(model, "peft_config") or stored(model, MODEL_CONFIGS)
     return dict(found or stored(stored(model, "base_model"), "peft_config") or {})
 
 

@@ -29,11 +29,11 @@ from hf_ckpt.regions.execution_state import (
     is_extra_run,
     is_recomputed,
     is_repeated_by_others,
-    is_transformed,
     tensors_in,
 )
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.torch import BACKWARDS, current_graph_task_id, is_transformed, queue_callback
 
 logger = logging.getLogger(__name__)
 
@@ -183,13 +183,13 @@ class FirstStep:
             get_gradient_edge(tensor).node.register_prehook(leaves)
 
     def _reach(self, key: _Key, is_training: bool, gradients: Any, *, is_entered: bool) -> None:
-        if self.is_over:
+        if self.is_over or BACKWARDS.gone:
             return
-        number = torch._C._current_graph_task_id()
+        number = current_graph_task_id()
         backward = self._backwards.get(number)
         if backward is None:
             backward = self._backwards[number] = _Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, number, backward))
+            queue_callback(partial(self._end_backward, number, backward))
         (backward.entered if is_entered else backward.left).add((key, is_training))
 
     def _end_backward(self, number: int, backward: _Backward) -> None:

@@ -15,6 +15,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.upstream.transformers import CHECKPOINTING_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,7 @@ class Messages:
 
 def say_who_governs(args: TrainingArguments) -> None:
     """Say that the training arguments' own wish for activation checkpointing is not what happens."""
-    # transformers 5.2x has the new name, earlier versions the old one only.
-    if getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None):
+    if any(getattr(args, name, None) for name in CHECKPOINTING_ARGUMENTS):
         logger.info(
             "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
         )

@@ -19,10 +19,13 @@ import torch
 from torch import nn
 
 from hf_ckpt.distributed import deepspeed
-from hf_ckpt.distributed.fsdp import accelerate_plugin
 from hf_ckpt.errors import PlanMismatchError, PolicyError, SavedFilesError, UnsupportedError
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.structure.stored import adapter_configs, stored
+from hf_ckpt.upstream.accelerate import fsdp_plugin
+from hf_ckpt.upstream.deepspeed import WHOLE_SHAPE
+from hf_ckpt.upstream.torch import CHECKPOINT_WRAPPED, WRAPPER_NAMES
+from hf_ckpt.upstream.transformers import IGNORED_ON_SAVE
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +35,6 @@ PLAN_FILE = "hf_ckpt_plan.json"
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 _SHARDS_FOLDER = "pytorch_model_fsdp_0"
-# What torch and accelerate put into module names when they wrap a module.
-WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _NUM_SHOWN = 3
 
 
@@ -103,13 +104,13 @@ class SavedFiles:
 
 def writes_shards_only() -> bool:
     """Whether the Trainer writes shards that only a resumed run can read, and no adapter or model file."""
-    plugin = accelerate_plugin()
+    plugin = fsdp_plugin()
     return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
 
 
 def check_can_be_saved(device: torch.device) -> None:
     """Refuse to save under FSDP1 on a CPU, where saving loses weights or ends the process."""
-    plugin = accelerate_plugin()
+    plugin = fsdp_plugin()
     if plugin is not None and plugin.fsdp_version == 1 and device.type == "cpu":
         raise UnsupportedError(
             "This run would save a model that FSDP1 shards on a CPU. There torch's full state dict ends the process, "
@@ -137,7 +138,7 @@ def _adapters(model: nn.Module) -> Iterator[Contents]:
 
 
 def _whole_model(model: nn.Module) -> Contents:
-    ignored = stored(model, "_keys_to_ignore_on_save") or ()
+    ignored = stored(model, IGNORED_ON_SAVE) or ()
     names: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not any(re.search(pattern, name) for pattern in ignored):
@@ -148,7 +149,7 @@ def _whole_model(model: nn.Module) -> Contents:
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     # ZeRO-3 leaves an empty tensor in place of a partitioned parameter.
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+    return tuple(getattr(tensor, WHOLE_SHAPE, tensor.shape))
 
 
 # --- What is there. ---
@@ -175,7 +176,7 @@ def _shards(folder: Path, name: str) -> Shapes:
 
 
 def _wrapped(found: Shapes) -> list[str]:
-    return [name for name in found if any(part in WRAPPERS for part in name.split("."))]
+    return [name for name in found if any(part in WRAPPER_NAMES for part in name.split("."))]
 
 
 def _fault(
@@ -213,8 +214,8 @@ def _some(names: Sequence[str]) -> str:
 def _reason(found: Shapes, model: nn.Module | None) -> str:
     """Say why something is missing, as far as the file and the model tell, and what to do."""
     names = [*found, *(() if model is None else dict(model.named_modules()))]
-    in_the_way = {part for name in names for part in name.split(".") if part in WRAPPERS}
-    if "_checkpoint_wrapped_module" in in_the_way:
+    in_the_way = {part for name in names for part in name.split(".") if part in WRAPPER_NAMES}
+    if CHECKPOINT_WRAPPED in in_the_way:
         return (
             "Layers are wrapped in CheckpointWrapper, which renames modules, and PEFT does not know them again. Switch "
             "off accelerate's fsdp_activation_checkpointing (and fsdp_config.activation_checkpointing), and whatever "

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
+from hf_ckpt.upstream.torch import TorchDispatchMode
 from hf_ckpt.verify.record import Gradients, Record, Recorder, tensor_digest, tensors_in
 
 # Selective checkpointing keeps the outputs of these, so they are missing in a recomputation.

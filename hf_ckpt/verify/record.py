@@ -27,12 +27,12 @@ from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.regions.head import DeferredLogits
 from hf_ckpt.structure.layers import Stack
+from hf_ckpt.upstream.transformers import FLAG, FORWARD, FUNCTION
 
 Gradients = dict[str, Tensor | None]
 State = dict[str, object]
 _DIGEST_BYTES = 8
-_FUNCTION = "_gradient_checkpointing_func"
-_PLAN_ATTRIBUTES = ("gradient_checkpointing", _FUNCTION, "forward")
+_PLAN_ATTRIBUTES = (FLAG, FUNCTION, FORWARD)
 _WRITTEN_BY_LOSS = "problem_type"  # By that of transformers, into the config, when it sees the first labels.
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -327,7 +327,7 @@ class Recorder:
         is_off = not now[0] and not self._plan_attributes[path][0]
         for name, value, found in zip(_PLAN_ATTRIBUTES, now, self._plan_attributes[path], strict=True):
             # A function that is switched off, as trl leaves one on layers that keep everything, is never called.
-            if value is not found and path not in self._record.replaced and not (is_off and name == _FUNCTION):
+            if value is not found and path not in self._record.replaced and not (is_off and name == FUNCTION):
                 self._record.replaced[path] = f"{name} is now {qualified_name(value)}"
 
     def _watch_gradient(self, tensor: Tensor | None, path: str, side: str) -> None:

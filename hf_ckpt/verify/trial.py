@@ -48,7 +48,8 @@ from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING, Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
-from hf_ckpt.trainer.saved_files import WRAPPERS
+from hf_ckpt.upstream.accelerate import shared_state
+from hf_ckpt.upstream.torch import WRAPPER_NAMES
 from hf_ckpt.verify.compare import draws_in_tiles, run_in_same_tiles, tolerance_of
 from hf_ckpt.verify.localize import OperatorWatch
 from hf_ckpt.verify.record import (
@@ -299,7 +300,7 @@ class _Trial:
         record.attributes = {
             f"{_without_wrappers(path)}.{name}".lstrip("."): value
             for path, module in model.named_modules()
-            if not path.endswith(WRAPPERS)
+            if not path.endswith(WRAPPER_NAMES)
             for name, value in plain_attributes(module).items()
         }
         record.use_cache = changed_values(self.use_cache, use_cache_of(model))
@@ -381,7 +382,7 @@ def _shard(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin) -> N
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
     state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    shared_state(PartialState)["distributed_type"] = DistributedType.FSDP
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -480,7 +481,7 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _without_wrappers(path: str) -> str:
-    for wrapper in WRAPPERS:
+    for wrapper in WRAPPER_NAMES:
         path = path.replace(f"{wrapper}.", "")
     return path
 

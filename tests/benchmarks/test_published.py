@@ -56,6 +56,7 @@ from benchmarks.published.summary import (
 from hf_ckpt.simulation.cuda import autocast
 from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.step_memory import Category
+from hf_ckpt.upstream.transformers import CACHE
 
 RESULT = json.loads(page.RESULT.read_text(encoding="utf-8"))
 STEPS, KERNELS = {point.name: point for point in step_points()}, {point.name: point for point in module_points()}
@@ -278,7 +279,7 @@ def test_gpt_bigcode_returns_keys_and_values_of_checkpointed_layers(tiny_santaco
         model.zero_grad()
         with CHANGES["gpt_bigcode_cache"](model, point):
             cached = model(ids, labels=ids)
-            cache = cached.past_key_values
+            cache = cached[CACHE]
             # Keys and values have 16 numbers each. What is held is the output of `c_attn`, queries too.
             assert [tuple(each.shape) for each in cache] == [(2, 8, 2 * 16)] * 2
             assert [each.untyped_storage().nbytes() for each in cache] == [2 * 8 * (64 + 2 * 16) * 4] * 2

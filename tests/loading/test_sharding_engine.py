@@ -21,9 +21,9 @@ from hf_ckpt.loading.sharding_engine import (
     check_engine_suits,
     describe_engine,
     num_parameters,
-    on_one_process,
 )
 from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.upstream.transformers import on_one_process
 from tests import small_recipes, training
 
 FSDP1 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}

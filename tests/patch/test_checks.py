@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.checks import check_engine
+from hf_ckpt.upstream.transformers import CACHE
 from tests import exactness, modes, plain_models, traces, zoo
 from tests.exactness import POLICIES, Result
 
@@ -193,14 +194,14 @@ def with_cache(case: zoo.Case) -> zoo.Case:
     """A step on the second half of each row, the first half being in a cache."""
     half = case.inputs["input_ids"].shape[1] // 2
     inputs = {name: tensor[:1, half:] for name, tensor in case.inputs.items() if name != "attention_mask"}
-    return zoo.Case(case.model_type, case.model, {**inputs, "past_key_values": prompt_cache(case, half)})
+    return zoo.Case(case.model_type, case.model, {**inputs, CACHE: prompt_cache(case, half)})
 
 
 def prompt_cache(case: zoo.Case, length: int) -> DynamicCache:
     cache = DynamicCache(config=case.model.config)
     case.model.eval()
     with torch.no_grad():
-        case.model(input_ids=case.inputs["input_ids"][:1, :length], past_key_values=cache, use_cache=True)
+        case.model(input_ids=case.inputs["input_ids"][:1, :length], use_cache=True, **{CACHE: cache})
     case.model.train()
     assert cache.get_seq_length() == length
     return cache

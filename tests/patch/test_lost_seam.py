@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 import hf_ckpt
-from hf_ckpt.patch.stack_patch import FLAG, FORWARD, runs_seam
+from hf_ckpt.patch.stack_patch import runs_seam
+from hf_ckpt.upstream.transformers import FLAG, FORWARD
 from tests import exactness, traces, zoo
 from tests.training import callback, counted, llama, losses, trainer
 

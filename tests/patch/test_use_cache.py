@@ -21,6 +21,7 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch import apply as patch_apply
 from hf_ckpt.patch.use_cache import UseCache
+from hf_ckpt.upstream.transformers import CACHE
 from tests import exactness, zoo
 from tests.training import During, llama, lora, losses, rows, trainer
 
@@ -217,15 +218,15 @@ def caching(model_type: str) -> zoo.Case:
 def test_applied_plan_lets_training_forwards_make_no_cache(model_type: str, policy: str) -> None:
     case = caching(model_type)
     values = [config.use_cache for config in configs_of(case.model)]
-    assert case.model(**case.inputs).past_key_values is not None
+    assert case.model(**case.inputs).get(CACHE) is not None
     with hf_ckpt.apply(case.model, policy):
-        assert case.model(**case.inputs).past_key_values is None
+        assert case.model(**case.inputs).get(CACHE) is None
         assert [config.use_cache for config in configs_of(case.model)] == values
         with torch.no_grad():
-            assert case.model(**case.inputs).past_key_values is not None
-        assert case.model.eval()(**case.inputs).past_key_values is not None
+            assert case.model(**case.inputs).get(CACHE) is not None
+        assert case.model.eval()(**case.inputs).get(CACHE) is not None
         case.model.train()
-    assert case.model(**case.inputs).past_key_values is not None
+    assert case.model(**case.inputs).get(CACHE) is not None
 
 
 @pytest.mark.parametrize("model_type", ["llama", "bamba", "jamba"])
@@ -249,11 +250,11 @@ def test_config_saved_while_a_plan_is_applied_has_the_users_value(tmp_path: Path
 def test_cache_that_the_caller_asks_for_is_made() -> None:
     case = caching("llama")
     with hf_ckpt.apply(case.model, "ffn"):
-        assert case.model(**case.inputs, use_cache=True).past_key_values is not None
+        assert case.model(**case.inputs, use_cache=True).get(CACHE) is not None
         ids = case.inputs["input_ids"]
-        # By position: attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache.
-        assert case.model(ids, None, None, None, None, None, True).past_key_values is not None
-        assert case.model(ids, None, None, None, None, None, None).past_key_values is None
+        # By position: attention_mask, position_ids, the cache, inputs_embeds, labels, use_cache.
+        assert case.model(ids, None, None, None, None, None, True).get(CACHE) is not None
+        assert case.model(ids, None, None, None, None, None, None).get(CACHE) is None
 
 
 def test_generation_under_an_applied_plan_in_training_mode_has_its_cache() -> None:
@@ -314,8 +315,8 @@ class TwoLists(LlamaModel):
         tables = self.rotary_emb(inputs_embeds, position_ids=positions)
         hidden = inputs_embeds
         for layer in (*self.layers, *self.more):
-            hidden = layer(hidden, past_key_values=cache, position_embeddings=tables, position_ids=positions)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+            hidden = layer(hidden, **{CACHE: cache}, position_embeddings=tables, position_ids=positions)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: cache})
 
 
 def two_lists(case: zoo.Case) -> None:
@@ -477,14 +478,14 @@ def test_what_becomes_of_packed_rows_is_said_once(
 def test_policy_none_leaves_the_cache_on(model_type: str) -> None:
     case = caching(model_type)
     with patch_apply.apply(case.model, "none"):
-        assert case.model(**case.inputs).past_key_values is not None
+        assert case.model(**case.inputs).get(CACHE) is not None
 
 
 def test_policy_none_is_like_the_plans_that_may_take_its_place() -> None:
     # With dropout in attention a cache changes the last bit.
     case = caching("llama")
     with hf_ckpt.apply(case.model, "none") as applied:
-        assert applied.step(lambda: case.model(**case.inputs)).past_key_values is None
+        assert applied.step(lambda: case.model(**case.inputs)).get(CACHE) is None
 
 
 @pytest.mark.parametrize("user", [True, False])

@@ -182,7 +182,7 @@ TRANSFORMS: dict[str, Callable[[zoo.Case], Any]] = {
 
 
 # torch scripts its own decompositions for forward-mode derivatives.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @every_policy_with_tiles
 def test_transforms_are_refused_in_one_message(policy: str, transform: str) -> None:

@@ -129,7 +129,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, found: SimpleNamespace) -> Device:
 def test_own_card_is_asked_which_attention_it_runs(choice: int, prefers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: (device, shape))
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **options: (asked.append(given), choice)[1])
+    monkeypatch.setattr(
+        "hf_ckpt.upstream.torch.fused_sdp_choice", lambda *given, **options: (asked.append(given), choice)[1]
+    )
     ada = on_cuda(monkeypatch, properties("NVIDIA GeForce RTX 4090"))
     assert (ada.prefers_cudnn, ada.tries_cudnn_first, ada.describe_attention(), asked) == (None, False, None, [])
     hopper = on_cuda(monkeypatch, properties("NVIDIA H200", major=9, minor=0))

@@ -17,13 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.head import chunked_loss, row_operations
 from hf_ckpt.regions.head.chunked_loss import LossCall, in_chunks
 from hf_ckpt.regions.head.head_call import LogitsState, RowOperation, compute_logits, unsupported
 from hf_ckpt.regions.head.head_proof import HeadProof
+from hf_ckpt.upstream.torch import (
+    DDP_NODE,
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    node_class_of,
+    tree_map_only,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +56,7 @@ class DeferredLogits(Tensor):
     @staticmethod
     def __new__(cls, state: LogitsState) -> DeferredLogits:
         """Make one that no gradient flows through. See `defer`."""
-        made: DeferredLogits = Tensor._make_wrapper_subclass(
+        made: DeferredLogits = make_wrapper_subclass(
             cls, state.shape, dtype=state.sample.dtype, device=state.sample.device
         )
         made.state = state
@@ -117,9 +123,6 @@ class _Deferred(torch.autograd.Function):
         return nothing
 
 
-_DEFERRED_NODE: Any = _Deferred._backward_cls
-
-
 def allows_gradient(logits: DeferredLogits) -> bool:
     """Whether a gradient is to flow through what is computed from logits now.
 
@@ -137,7 +140,7 @@ def link_to_logits(value: Tensor, logits: DeferredLogits) -> Tensor:
     """Return a value that was computed from the hidden states, whose backward engines see as one of the logits."""
     if not value.requires_grad:
         return value
-    if _DDP_NODE in _nodes_around(logits):
+    if DDP_NODE in _nodes_around(logits):
         value = _LinkedToLogits.apply(value, logits)  # type: ignore[no-untyped-call]  # upstream
     for hook in logits.state.head_call.hooks.values():
         value.register_hook(hook)  # type: ignore[no-untyped-call]  # upstream
@@ -157,14 +160,11 @@ class _LinkedToLogits(torch.autograd.Function):
         return gradient, None
 
 
-_DDP_NODE = "_DDPSinkBackward"
-"""DDP's node around what the model returns: with a static graph its backward reduces the gradients."""
-
 _ZERO3_NODE = "PreBackwardFunctionForModuleBackward"
 """ZeRO-3's node around what each module returns: it gathers the module's weight, which each chunk's own call does too.
 Its backward would get zeros of the size of the logits."""
 
-_ENGINE_NODES = frozenset({_DDP_NODE, _ZERO3_NODE})
+_ENGINE_NODES = frozenset({DDP_NODE, _ZERO3_NODE})
 
 
 def _nodes_around(logits: DeferredLogits) -> set[str]:
@@ -172,7 +172,7 @@ def _nodes_around(logits: DeferredLogits) -> set[str]:
     names: set[str] = set()
     node, place = logits.grad_fn, logits.output_nr
     while node is not None:
-        if isinstance(node, _DEFERRED_NODE):
+        if isinstance(node, node_class_of(_Deferred)):
             # What the head's own logits come from are the hidden states.
             node, place = node.next_functions[0] if node.is_made_of_logits else (None, 0)
             continue
@@ -210,7 +210,7 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _run_natively(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 

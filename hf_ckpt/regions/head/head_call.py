@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import AutocastState
 from hf_ckpt.regions.head.chunking import Chunking
+from hf_ckpt.upstream.torch import num_modules_in_unit, tree_map_only
 
 COMPUTE_NOW = "_hf_ckpt_at_once"
 """Keyword of the head's forward: compute these rows now. It goes through the hooks around the head, so that they gather
@@ -267,7 +267,7 @@ def _forms(module: nn.Module) -> list[tuple[type, torch.Size]]:
 
 def _shares_its_unit(module: nn.Module) -> bool:
     """Whether FSDP2 shards a module together with others, as accelerate does with the last norm and the head."""
-    return isinstance(module, FSDPModule) and len(module._get_fsdp_state()._modules) > 1
+    return isinstance(module, FSDPModule) and num_modules_in_unit(module) > 1
 
 
 def _is_of_zero(parameter: nn.Parameter) -> bool:

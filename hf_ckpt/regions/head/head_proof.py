@@ -20,12 +20,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hf_ckpt.regions.execution_state import Function, RandomState, is_transformed
+from hf_ckpt.regions.execution_state import Function, RandomState
 from hf_ckpt.regions.fingerprints import Fingerprint, are_equal, is_sum, relative_distance
 from hf_ckpt.regions.head.chunked_loss import HIDDEN_STATES, LossCall, Parts
 from hf_ckpt.regions.head.head_call import LogitsState, compute_logits
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.regions.value_proof import ALLOWED, MOST_RUNS, CallProof
+from hf_ckpt.upstream.torch import is_transformed
 
 _LOSS = 1e-5
 _HALF_LOSS = 2.0**-11

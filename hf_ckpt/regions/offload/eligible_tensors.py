@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_ckpt.upstream.torch import base_of, is_traceable_wrapper_subclass, is_view
 
 _ALIGNMENT = 256
 """Bytes. Kernels are chosen by how a tensor is aligned, up to this; a new tensor always is."""
@@ -34,7 +35,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _is_kept_anyway(tensor: Tensor) -> bool:
     # A leaf that requires a gradient is held by the node that accumulates it, as a weight is by the model.
-    base = tensor._base if tensor._is_view() else None
+    base = base_of(tensor) if is_view(tensor) else None
     return (
         (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
     )

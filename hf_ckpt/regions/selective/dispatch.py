@@ -21,11 +21,24 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
 from torch.library import Library, fallthrough_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.regions.selective.save_rules import OperatorKind, OperatorRole, operator_kind, role_of
+from hf_ckpt.upstream.torch import (
+    KEYS,
+    TorchDispatchMode,
+    TracingContext,
+    all_schemas,
+    dispatch_key,
+    dispatch_table,
+    has_kernel,
+    has_kernel_for_key,
+    keys_after,
+    num_dispatch_modes,
+    redispatch_of,
+    schema_of,
+    set_key_included,
+)
 
 _KEY_NAME = "Fake"
 
@@ -132,10 +145,13 @@ class KernelInterception:
 @cache
 def kernels_are_possible() -> bool:
     """Whether torch leaves the key unused."""
+    if KEYS.gone:
+        KEYS.warn()
+        return False
     try:
-        torch._C._dispatch_key_parse(_KEY_NAME)
-        tables = [torch._C._dispatch_dump_table(name) for name in ("aten::mm", "aten::add.Tensor", "aten::detach")]
-    except (AttributeError, RuntimeError):
+        dispatch_key(_KEY_NAME)
+        tables = [dispatch_table(name) for name in ("aten::mm", "aten::add.Tensor", "aten::detach")]
+    except RuntimeError:
         return False
     return not any(line.startswith(f"{_KEY_NAME}:") for table in tables for line in table.splitlines())
 
@@ -154,7 +170,7 @@ def register_kernels(functions: Iterable[Any]) -> None:
     with _REGISTERING:
         kernels = _kernel_registry()
         for function in functions:
-            kernels.add(function._schema)
+            kernels.add(schema_of(function))
 
 
 def begin_interception(receiver: RegionRun) -> InterceptionState:
@@ -163,8 +179,8 @@ def begin_interception(receiver: RegionRun) -> InterceptionState:
     `register_kernels` has been called.
     """
     previous = ACTIVE.interception
-    ACTIVE.interception = InterceptionState(True, receiver, torch._C._len_torch_dispatch_stack())
-    torch._C._dispatch_tls_set_dispatch_key_included(_kernel_registry().key, True)
+    ACTIVE.interception = InterceptionState(True, receiver, num_dispatch_modes())
+    set_key_included(_kernel_registry().key, True)
     return previous
 
 
@@ -173,14 +189,14 @@ def pause_interception() -> InterceptionState:
     previous = ACTIVE.interception
     if previous.is_on:
         ACTIVE.interception = InterceptionState()
-        torch._C._dispatch_tls_set_dispatch_key_included(_kernel_registry().key, False)
+        set_key_included(_kernel_registry().key, False)
     return previous
 
 
 def restore_interception(previous: InterceptionState) -> None:
     """Go back to a state from before."""
     if previous.is_on is not ACTIVE.interception.is_on:
-        torch._C._dispatch_tls_set_dispatch_key_included(_kernel_registry().key, previous.is_on)
+        set_key_included(_kernel_registry().key, previous.is_on)
     ACTIVE.interception = previous
 
 
@@ -200,12 +216,12 @@ class _KernelRegistry:
     """The kernels that there are."""
 
     def __init__(self) -> None:
-        self.key = torch._C._dispatch_key_parse(_KEY_NAME)
-        self._below = torch._C._dispatch_keyset_full_after(self.key)
+        self.key = dispatch_key(_KEY_NAME)
+        self._below = keys_after(self.key)
         self._libraries: dict[str, Library] = {}
         self._names: set[str] = set()
         self._library("_").fallback(fallthrough_kernel, _KEY_NAME)  # type: ignore[no-untyped-call]  # upstream
-        for schema in torch._C._jit_get_all_schemas():
+        for schema in all_schemas():
             if role_of(schema) is not OperatorRole.CHEAP:
                 self.add(schema)
 
@@ -231,9 +247,7 @@ class _KernelRegistry:
 def _is_dispatched(name: str) -> bool:
     # Operators of TorchScript have a schema and do not go through the dispatcher. What is made up of others never
     # gets below autograd, where this would be in the way of its being taken apart.
-    return bool(torch._C._dispatch_has_kernel(name)) and not torch._C._dispatch_has_kernel_for_dispatch_key(
-        name, "CompositeImplicitAutograd"
-    )
+    return bool(has_kernel(name)) and not has_kernel_for_key(name, "CompositeImplicitAutograd")
 
 
 class _Kernel:
@@ -253,7 +267,7 @@ class _Kernel:
         namespace, _, packet = self._name.partition("::")
         function = getattr(getattr(getattr(torch.ops, namespace), packet), self._overload or "default")
         self._kind = operator_kind(function)
-        self._redispatch = function._handle.redispatch_boxed
+        self._redispatch = redispatch_of(function)
         self._function = function
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -262,13 +276,13 @@ class _Kernel:
         call = partial(self._redispatch, keyset & self._below)
         _, receiver, num_modes = ACTIVE.interception
         # What an operator calls inside of itself is its own affair.
-        torch._C._dispatch_tls_set_dispatch_key_included(self._key, False)
+        set_key_included(self._key, False)
         try:
             # Who compiles or traces inside of the region does not compute what the region computes.
-            is_traced = torch._C._len_torch_dispatch_stack() != num_modes or TracingContext.try_get() is not None
+            is_traced = num_dispatch_modes() != num_modes or TracingContext.try_get() is not None
             if receiver is None or is_traced:
                 return call(*args, **kwargs)
             return receiver.run(self._kind, args, kwargs, call)
         finally:
             # A run may pause what follows.
-            torch._C._dispatch_tls_set_dispatch_key_included(self._key, ACTIVE.interception.is_on)
+            set_key_included(self._key, ACTIVE.interception.is_on)

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError, did_you_mean
 from hf_ckpt.regions.execution_state import RandomState
@@ -50,6 +49,7 @@ from hf_ckpt.regions.selective.save_rules import (
     linear_weight,
     nested_tensors_in,
 )
+from hf_ckpt.upstream.torch import num_dispatch_modes, tree_map_only
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.module_state import CallState
@@ -458,7 +458,7 @@ class SaveCoverage:
         if (
             not self.is_complete
             or self.needs_dispatch_mode
-            or torch._C._len_torch_dispatch_stack()
+            or num_dispatch_modes()
             or not dispatch.kernels_are_possible()
         ):
             return False

@@ -13,13 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.regions.selective.dispatch import ACTIVE
 from hf_ckpt.regions.selective.save_rules import PLACES_OF_WEIGHTS, OperatorKind, rows_of
+from hf_ckpt.upstream.torch import (
+    CAST,
+    UNSAFE_VIEW,
+    FakeTensor,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 
 _LINEARS = frozenset({"torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"})
 """Their forward is one product and a bias, and their output the product in another shape."""
@@ -165,7 +171,7 @@ class Placeholder(Tensor):
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make one."""
-        return Tensor._make_wrapper_subclass(Placeholder, shape, dtype=dtype, device=torch.device("meta"))
+        return make_wrapper_subclass(Placeholder, shape, dtype=dtype, device=torch.device("meta"))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # upstream's types leave the class out
@@ -183,7 +189,7 @@ class Placeholder(Tensor):
         plain = tree_map_only(Placeholder, _on_meta, (args, kwargs))
         return tree_map_only(Tensor, _stand_in, func(*plain[0], **plain[1]))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # upstream
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # upstream
 
 
 _ELEMENTWISE = frozenset(
@@ -191,11 +197,11 @@ _ELEMENTWISE = frozenset(
         torch.ops.aten.mul.Tensor,
         torch.ops.aten.mul.Scalar,
         torch.ops.aten.add.Tensor,
-        torch.ops.aten._to_copy.default,
+        CAST,
         torch.ops.aten.clone.default,
     }
 )
-_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+_VIEWS = frozenset({torch.ops.aten.view.default, UNSAFE_VIEW})
 
 
 def _is_alike(tensor: Tensor, shape: torch.Size) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import PolicyError, did_you_mean
+from hf_ckpt.upstream.torch import WRAPPER_NAMES, schema_of
 
 CallId = tuple[str, int]
 """The name of an operator, and how many times it had run before since the region began."""
@@ -116,7 +117,7 @@ class OperatorKind:
 @cache
 def operator_kind(function: Any) -> OperatorKind:
     """Return the kind of an overload (such as `torch.ops.aten.mm.default`), or of a higher-order operator."""
-    schema = getattr(function, "_schema", None)
+    schema = schema_of(function)
     if schema is None:
         name = f"{_HIGHER_ORDER}{function.name()}"
         return OperatorKind(name, name, _role(name, 2), function)
@@ -221,7 +222,6 @@ ATTENTION_OUTPUT = "attention_output"
 """In `save`: what `selective_attention` keeps, whichever kernel the device and the mask of a batch dispatch."""
 
 _PREFIX = "torch.ops."
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 _KERNELS = ("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention")
 
 
@@ -329,7 +329,7 @@ def _some(paths: Sequence[str] | dict[str, None]) -> str:
 def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for raw, module in layer.named_modules():
         # Engines and compilers put modules of their own around others, which a plan does not name.
-        names = [name for name in raw.split(".") if name not in _WRAPPERS]
+        names = [name for name in raw.split(".") if name not in WRAPPER_NAMES]
         if names and names[0]:
             yield ".".join(names), module
 

@@ -25,11 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _StopRecomputationError,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.compiled import recompute_compiled, run_uncompiled
@@ -57,6 +53,13 @@ from hf_ckpt.regions.selective.save_rules import (
     is_kept_in_modules,
     may_keep,
     operator_kind,
+)
+from hf_ckpt.upstream.torch import (
+    DelayedError,
+    StopRecomputation,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
 )
 
 if TYPE_CHECKING:
@@ -314,13 +317,13 @@ class RecomputationRun(_Run):
         if not output.requires_grad:
             return found
         # With a node behind it, as in forward: a leaf could not be written into. Nobody goes back through that node.
-        again: Tensor = torch._C._functions.DelayedError(b"this graph is of a recomputation", 1)(found.requires_grad_())
+        again: Tensor = DelayedError(b"this graph is of a recomputation", 1)(found.requires_grad_())
         return again
 
     def end(self, raised: type[BaseException] | None) -> None:
         """See `RegionRun`."""
         # Torch stops it by an exception once it has what backward needs.
-        if raised is None or issubclass(raised, (_StopRecomputationError, AllRecomputed)):
+        if raised is None or issubclass(raised, (StopRecomputation, AllRecomputed)):
             self._kept.check()
 
 
@@ -328,15 +331,15 @@ class RecomputationRun(_Run):
 def _noting_saves(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator[None]:
     """Run a region's forward, whose operators `driver` gives away, and note after which of them autograd saves."""
     # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = top_saved_tensors_hooks(False)
 
     def note_and_pack(tensor: Tensor) -> Any:
         kept.note_saved()
         return pack(tensor)
 
-    torch._C._autograd._push_saved_tensors_default_hooks(note_and_pack, unpack)
+    push_saved_tensors_hooks(note_and_pack, unpack)
     try:
         with driver:
             yield
     finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()

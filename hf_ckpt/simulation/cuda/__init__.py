@@ -38,6 +38,7 @@ from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Storage, Tape
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.upstream.torch import softmax
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
@@ -159,7 +160,7 @@ def _softmax(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwarg
     """Return the softmax. Source: `softmax` in `aten/src/ATen/native/SoftMax.cpp`."""
     dim = args[0] if args else kwargs.get("dim")
     if input.dtype is torch.float16 and kwargs.get("dtype") is torch.float32 and dim is not None:
-        output: Tensor = torch._softmax(input, dim, True)
+        output: Tensor = softmax(input, dim, True)
         return output
     return function(input, *args, **kwargs)
 

@@ -24,6 +24,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_ckpt.simulation.cuda import autocast
 from hf_ckpt.simulation.quantized import Workspace
+from hf_ckpt.upstream.torch import (
+    CUDNN_ATTENTION,
+    CUDNN_BACKWARD,
+    EFFICIENT_ATTENTION,
+    EFFICIENT_BACKWARD,
+    FLASH_ATTENTION,
+    FLASH_BACKWARD,
+    MATH_ATTENTION,
+)
+from hf_ckpt.upstream.transformers import set_attention_unchecked
 
 _HALF = (torch.float16, torch.bfloat16)
 _MASK_ALIGNMENT = 8
@@ -151,13 +161,11 @@ def attend(
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
     output: Tensor
     if kernel is Kernel.MATH:
-        output = torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        output = MATH_ATTENTION(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         return output
-    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    attention = CUDNN_ATTENTION
     if kernel is Kernel.EFFICIENT:
-        attention = torch.ops.aten._scaled_dot_product_efficient_attention
+        attention = EFFICIENT_ATTENTION
         mask = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
     keeps_logsumexp = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     output = attention(query, key, value, mask, keeps_logsumexp, dropout_p, is_causal, scale=scale)[0]
@@ -176,9 +184,7 @@ def flash_attention(
     if missing:
         query, key, value = (functional.pad(each, (0, missing)) for each in (query, key, value))
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout, is_causal, False, scale=scale
-    )[0]
+    output: Tensor = FLASH_ATTENTION(query, key, value, dropout, is_causal, False, scale=scale)[0]
     return output[..., :head_dim] if missing else output
 
 
@@ -227,12 +233,12 @@ def _efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
 
 
 WORKSPACES: dict[Callable[..., Any], Callable[..., list[Workspace]]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    FLASH_BACKWARD: _flash_backward,
     # cuDNN's plans do not say what they allocate. Measured on an H200 (cuDNN 9.19, 1 x 32 heads x 2,048 x 128): what
     # flash attention does, and 512 bytes. With fewer heads of keys and values it has not been measured.
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    CUDNN_BACKWARD: _flash_backward,
+    EFFICIENT_ATTENTION: _efficient_forward,
+    EFFICIENT_BACKWARD: _efficient_backward,
 }
 """For each kernel, a function that returns what it allocates for itself from its arguments, in that order."""
 
@@ -257,7 +263,7 @@ def restore_attention(model: nn.Module, name: str | None) -> None:
         return
     configs = {id(config): config for module in model.modules() for config in _configs(module)}
     for config in configs.values():
-        config._attn_implementation_internal = NAME
+        set_attention_unchecked(config, NAME)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+
+from hf_ckpt.upstream.torch import tree_map_only
 
 _IN_FLOAT32 = frozenset(
     [

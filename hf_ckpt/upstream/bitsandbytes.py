@@ -1,0 +1,19 @@
+"""Private and version-dependent names of bitsandbytes' optimizers (0.50)."""
+
+from __future__ import annotations
+
+from hf_ckpt.upstream import Feature
+
+_OPTIMIZERS = Feature(
+    "Simulating the optimizers of bitsandbytes",
+    seen="bitsandbytes 0.50",
+    instead="Use another optimizer, such as optim=adamw_torch_fused, or a fixed policy.",
+    of="bitsandbytes.optim.optimizer bitsandbytes.optim.ademamix",
+)
+HAS_WARNED_OF_CPU = _OPTIMIZERS.attribute("_cpu_paged_warned")
+"""Whether a paged optimizer has warned of parameters on the CPU."""
+STATE_BUFFERS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("get_state_buffer", ()),
+    (_OPTIMIZERS.attribute("_get_state_double_buffer"), (2,)),
+)
+"""The methods of an optimizer that make state, with the leading dimensions: AdEMAMix makes two tensors in one."""
