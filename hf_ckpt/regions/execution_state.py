@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,7 @@ from hf_ckpt.upstream.torch import (
     BATCHED_BACKWARD,
     COMPILED_CALL,
     IS_USED,
+    KERNEL_SWITCHES,
     NO_BACKWARD,
     RUNS_BACKWARD_CODE,
     SURROUNDINGS,
@@ -384,18 +386,34 @@ class AutocastState:
 class ForwardContext:
     """What surrounds a forward in its thread: context variables, and modes over functions (a device) and operators.
 
-    Of the latter not those of torch, which watch (FLOP counters) what runs in their block, nor this package's.
+    Of the latter not those of torch, which watch (FLOP counters) what runs in their block, nor this package's. Also the
+    switches of torch that choose kernels, which are the process's.
     """
 
-    __slots__ = ("_functions", "_operators", "_variables")
+    __slots__ = ("_functions", "_operators", "_switches", "_variables")
 
     def __init__(self) -> None:
+        self._switches = _read_switches()
         self._variables = contextvars.copy_context()
         self._functions = _of_others(_function_modes())
         self._operators = [mode for mode in _of_others(_operator_modes()) if not _is_of("torch", mode)]
 
+    def kinds(self) -> list[type]:
+        """Return the types of the modes."""
+        return list(map(type, chain(self._functions, self._operators)))
+
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Run a function in it again."""
+        found = _read_switches()
+        if found == self._switches:
+            return self._run(function, *args, **kwargs)
+        _set_switches(found, self._switches)
+        try:
+            return self._run(function, *args, **kwargs)
+        finally:
+            _set_switches(self._switches, found)
+
+    def _run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         functions, operators = _function_modes(), _operator_modes()
         new = [mode for mode in self._operators if mode not in operators]
         # A copy, as a context can be entered once.
@@ -409,6 +427,16 @@ class ForwardContext:
             _replaced(operators, [*new, *operators], pop_dispatch_mode, push_dispatch_mode),
         ):
             return variables.run(function, *args, **kwargs)
+
+
+def _read_switches() -> list[Any]:
+    return [read() for read, _ in KERNEL_SWITCHES]
+
+
+def _set_switches(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for (_, write), now, new in zip(KERNEL_SWITCHES, found, wanted, strict=True):
+        if now != new:
+            write(new)
 
 
 def _function_modes() -> list[Any]:

@@ -121,6 +121,10 @@ class HeldState:
             self._shape = _Shape(self._places, values)
         return self._shape
 
+    def names(self) -> Sequence[str]:
+        """Return the names of what there was when this was looked at last; the same list until some come or go."""
+        return self._places.paths
+
     def note(self, *, is_looked_at: bool = False) -> Held:
         """Return what there is now, to start from it again; before a forward. `is_looked_at`: just now."""
         shape = self._shape if is_looked_at and self._shape is not None else self.look()
@@ -257,7 +261,7 @@ class _Places:
         owners = [] if is_above else [owner for _, owner, _ in found]
         configs = {id(config): config for owner in owners if _is_config(config := owner.get("config"))}
         found += [("config", vars(config), False) for config in configs.values()]
-        found += [(path, module._buffers, False) for module, path in modules.items() if module._buffers]
+        found += [(path, module._buffers, False) for module, path in modules.items()]
         self._all = [owner for _, owner, _ in found]
         self._are_managed = [is_managed for *_, is_managed in found]
         self._sizes = list(map(len, self._all))

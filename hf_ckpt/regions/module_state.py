@@ -65,7 +65,7 @@ class ModuleState:
 
     `path` is that of the module, for messages; `errors` are those of the plan; `num_steps` counts the steps of the
     optimizer, if somebody sets it; `takes_gradients` says whether a forward has taken a gradient inside of itself.
-    `above` are the modules that contain it, with their paths, if somebody sets them.
+    `above` are the modules that contain it, with their paths, if somebody sets them. `met` is for `meets_new`.
     """
 
     def __init__(self, path: str, errors: PendingErrors) -> None:
@@ -77,6 +77,7 @@ class ModuleState:
         self._shards: Sequence[Values] = ()
         self._layout: _Layout | None = None
         self._fingerprints: dict[int, tuple[tuple[int, int], Fingerprint | None]] = {}
+        self.met: set[Hashable] = set()
         self._lock = threading.Lock()
         self._inside: dict[int, int] = {}
         self._changed_by: int | None = None
@@ -241,6 +242,19 @@ class CallState:
             return None
         return self._state.path, layout.held.num_changes, *layout.hooks_now()
 
+    def meets_new(self, others: Iterable[Hashable]) -> bool:
+        """Whether what may hide a state of its own has come: a hook, a forward, an attribute, or one of `others`."""
+        if self._state is None:
+            return False
+        if self._found is None:
+            self._found = self._state.layout(self._module)
+            self._found.held.look()
+        found, met = {*others, *self._found.kinds()}, self._state.met
+        if found <= met:
+            return False
+        met |= found
+        return True
+
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
         """Run the call in the block: the first time as things are, later as they were when that run ended.
@@ -292,7 +306,12 @@ class _Layout:
         self.above = HeldState(above, is_above=True)
         # Those without children too: a parametrization gives a linear layer its first one.
         self._all_children = [module._modules for module in self.modules]
-        self._sizes = list(map(len, self._all_children))
+        # Weights and buffers come later as well.
+        self._all = [
+            *self._all_children,
+            *chain.from_iterable((each._parameters, each._buffers) for each in self.modules),
+        ]
+        self._sizes = list(map(len, self._all))
         self._lists = list(filter(None, self._all_children))
         self._children = self._children_now()
         self.is_sharded = is_managed(root)
@@ -306,6 +325,7 @@ class _Layout:
         self.hooked = [*self.modules, _GLOBAL_HOOKS]
         self._hooks = list(chain.from_iterable(map(attrgetter(*_MAIN_HOOKS), self.hooked)))
         self._copied_hooks: tuple[list[int], _Hooks] = [], {}
+        self._kinds: tuple[Sequence[int], Sequence[str], set[Hashable]] = (), (), set()
 
     def _find_tensors(self, root: nn.Module) -> None:
         paths = dict(zip(self.modules, (path for path, _ in root.named_modules()), strict=True))
@@ -334,8 +354,8 @@ class _Layout:
         return self.modules[0] is root and self.has_same_children() and (self.is_sharded or not is_managed(root))
 
     def has_same_children(self) -> bool:
-        """Whether the same modules are there."""
-        return list(map(len, self._all_children)) == self._sizes and self._children_now() == self._children
+        """Whether the same modules are there, and as many weights and buffers."""
+        return list(map(len, self._all)) == self._sizes and self._children_now() == self._children
 
     def lost_children(self) -> list[str]:
         """Name the modules that are gone."""
@@ -369,6 +389,14 @@ class _Layout:
     def hooks_now(self) -> list[int]:
         """Return the numbers of the hooks, which are unique in a process. This package's own come and go."""
         return [number for hooks in filter(None, self._hooks) for number, hook in hooks.items() if not is_ours(hook)]
+
+    def kinds(self) -> set[Hashable]:
+        """Return the names of attributes, and the code of forwards and hooks, the same for one placed in each step."""
+        numbers, names = self.hooks_now(), self.held.names()
+        if numbers != self._kinds[0] or names is not self._kinds[1]:
+            functions = chain(map(attrgetter("forward"), self.modules), *map(dict.values, self._hooks))
+            self._kinds = numbers, names, {*names, *map(_code_of, functions)}
+        return self._kinds[2]
 
     def hooks_copied(self) -> tuple[list[int], _Hooks]:
         """Return the numbers of the hooks, and a copy of them; copied again only if one has come or gone."""
@@ -708,6 +736,13 @@ def is_ours(value: Any) -> bool:
     while isinstance(value, partial):
         value = value.func
     return str(getattr(value, "__module__", "")).partition(".")[0] == "hf_ckpt"
+
+
+def _code_of(function: Any) -> Hashable:
+    """Return the code of a function, or the type of what is called."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:

@@ -85,6 +85,9 @@ def run_watched(
     run: Callable[[CallProof | None], Any],
 ) -> Any:
     """Return what `run` returns, and check its graph; `run` gets the proof of this call, or None if none is due."""
+    if proof is not None and call.meets_new():
+        # What it hides, as a counter of its own, no recomputation brings back.
+        proof.check_again()
     call_proof = None if proof is None else proof.start_call(function, tensors)
     returned = holding_if_needed(call, partial(run, call_proof))
     if call_proof is not None:
@@ -128,8 +131,10 @@ class _Forward:
     def __call__(self, *given: Any) -> Any:
         tensors = given[self._num_witnesses :]
         if not self._is_forward:
-            # As torch's generators, which its checkpoint brings back.
-            with recomputing(), nullcontext() if self._host_random is None else self._host_random.brought_back():
+            # As torch's generators, which its checkpoint brings back. If the forward drew nothing from them, what is
+            # kept of it (`_ModuleOutputs`) may still set them.
+            host_random = self._host_random or HostRandomState.now()
+            with recomputing(), host_random.brought_back():
                 return self._run(*tensors)
         if self._host_random is not None:
             # The generators are as they were when the forward began: torch has brought its own back.
@@ -415,6 +420,10 @@ class Call:
         module = module_of(self._function)
         weight = None if module is None else next(module.parameters(), None)
         return [*self._arguments.values(), weight]
+
+    def meets_new(self) -> bool:
+        """Whether hooks, attributes or modes have come that no call of its region has met."""
+        return self.state.meets_new(self._context.kinds())
 
     def run(self, *tensors: Any) -> Any:
         """Call the function with `tensors` in their places.

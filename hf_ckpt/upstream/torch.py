@@ -244,6 +244,26 @@ if SURROUNDINGS.gone:
         return 0
 
 
+KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = ()
+"""What reads and sets what chooses kernels: `sdpa_kernel` and the `flags` of backends do, for a block."""
+
+with _feature(
+    "Recomputing with the kernels that were allowed around a forward (sdpa_kernel, flags of backends)",
+    instead="Enter such blocks around the backward as well.",
+):
+    KERNEL_SWITCHES = (
+        (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+        (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+        (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+        (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+        (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+        (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+        (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+        (torch.get_default_dtype, torch.set_default_dtype),
+    )
+
+
 with _feature("Simulating what operators cost", instead=_NO_SIMULATION):
     from torch._C import DisableTorchFunction
     from torch._ops import OperatorBase

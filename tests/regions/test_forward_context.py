@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import OPTConfig, OPTForCausalLM
 
 import hf_ckpt
-from hf_ckpt.errors import HFCkptError, UnsupportedError
+from hf_ckpt.errors import HFCkptError, PlanMismatchError, UnsupportedError
 from hf_ckpt.regions import arguments, fingerprints
 from hf_ckpt.regions.execution_state import HostRandomState
 from tests.attack.models import VOCAB, WIDTH, Between, Decoder, layers_of
@@ -103,6 +105,19 @@ def test_a_state_is_read_again_only_after_a_draw(draw: Callable[[], float]) -> N
     assert HostRandomState.now().others_than(after) == []
 
 
+def test_draws_between_forward_and_backward_stay() -> None:
+    # Its ffn is recomputed around its attention, after which a recomputation goes on with the state of the forward.
+    model = OPTForCausalLM(
+        OPTConfig(vocab_size=VOCAB, hidden_size=8, ffn_dim=8, num_hidden_layers=2, num_attention_heads=2)
+    ).train()
+    with hf_ckpt.apply(model, "ffn"):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        random.random(), np.random.rand()
+        before = HostRandomState.now()
+        loss.backward()
+    assert HostRandomState.now().others_than(before) == []
+
+
 # --- Hooks of the forward. ---
 
 
@@ -136,6 +151,60 @@ def hooks_from_inside(model: nn.Module) -> None:
 @pytest.mark.sweep(keep=6)
 def test_hooks_are_those_that_the_forward_began_with(late: Late, region: str) -> None:
     assert_exact(late, region)
+
+
+def counting() -> Callable[..., Tensor]:
+    calls: list[int] = []
+
+    def count(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        calls.append(1)
+        return out * (1 + 0.1 * len(calls))
+
+    return count
+
+
+def counts_in_a_hook(model: nn.Module) -> None:
+    layers_of(model)[1].mlp.up_proj.register_forward_hook(counting())
+
+
+def counts_in_a_forward(model: nn.Module) -> None:
+    projection, count = layers_of(model)[1].mlp.up_proj, counting()
+    forward = projection.forward
+    projection.forward = lambda given: count(projection, (), forward(given))
+
+
+def counts_in_a_module(model: nn.Module) -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.hook = layers_of(model)[1].mlp.up_proj, counting()
+
+        def forward(self, given: Tensor) -> Tensor:
+            return self.hook(self, (), self.linear(given))
+
+    layers_of(model)[1].mlp.up_proj = Counted()
+
+
+@EACH_REGION
+@pytest.mark.parametrize("late", [counts_in_a_hook, counts_in_a_forward, counts_in_a_module])
+@pytest.mark.sweep(keep=6)
+def test_what_comes_late_and_hides_a_state_is_proven(late: Late, region: str) -> None:
+    # What is not recomputed, the attention alone is, counts once.
+    with nullcontext() if region == "attention" else pytest.raises(PlanMismatchError, match="its recomputation"):
+        assert_exact(late, region)
+
+
+def test_a_buffer_that_comes_late_is_brought_back() -> None:
+    def hook(module: Any, args: Any, out: Tensor) -> Tensor:
+        module.mean.add_(out.detach().mean())
+        return out * (1 + module.mean)
+
+    def late(model: nn.Module) -> None:
+        projection = layers_of(model)[1].mlp.up_proj
+        projection.register_buffer("mean", torch.zeros(()))
+        projection.register_forward_hook(hook)
+
+    assert_exact(late, "full", prove="off")
 
 
 def test_in_tiles_a_hook_that_takes_itself_off_is_refused() -> None:
@@ -187,6 +256,24 @@ def doubles(model: nn.Module) -> AbstractContextManager[Any]:
 @pytest.mark.sweep(keep=14)
 def test_what_is_around_the_forward_is_around_the_recomputation(late: Late, region: str, prove: Any) -> None:
     assert_exact(late, region, prove=prove)
+
+
+def switches_kernels(model: nn.Module) -> AbstractContextManager[Any]:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * (2.0 if torch.backends.cuda.flash_sdp_enabled() else 0.5)
+
+    for layer in layers_of(model):
+        layer.mlp.up_proj.register_forward_hook(hook)
+        layer.self_attn.register_forward_hook(hook)
+    around: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH)
+    return around
+
+
+@EACH_REGION
+@pytest.mark.sweep(keep=3)
+def test_switches_of_kernels_are_those_of_the_forward(region: str) -> None:
+    assert_exact(switches_kernels, region)
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @EACH_REGION

@@ -177,7 +177,13 @@ def kept_outputs_are_exchanged(patch: pytest.MonkeyPatch, model: nn.Module) -> N
 
 def kept_buffer_is_stale(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     get = offloader.OffloadKeeper.get
-    patch.setattr(offloader.OffloadKeeper, "get", lambda self, handle: torch.zeros_like(get(self, handle)))
+
+    def zeros(self: Any, handle: Any) -> Tensor:
+        found = get(self, handle)
+        # Not where the forward's was, by chance: it would be taken for that, written to since.
+        return found.new_zeros(found.numel() + 1)[1:].view(found.shape)
+
+    patch.setattr(offloader.OffloadKeeper, "get", zeros)
 
 
 # --- Planted in a model. ---

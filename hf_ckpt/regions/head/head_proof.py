@@ -160,6 +160,8 @@ class HeadProof:
         if self._is_over or self._fault is not None or torch.is_grad_enabled() or is_transformed():
             self._finish()
             return
+        # An earlier backward may have come to some of them (`torch.autograd.grad`), or have ended in an error.
+        self._given = {name: {} for name in self._given}
         # An engine that gathers weights at each call counts the backwards, and does not expect one of the plain head.
         if not self._head_call.is_gathered_by_itself():
             with self._state.as_in_forward():
@@ -189,7 +191,7 @@ class HeadProof:
         }
 
     def _check_part(self, name: str, gradient: Tensor, number: int) -> None:
-        if self._is_over:
+        if name not in self._awaited or self._is_over:
             return
         (given,) = self._call.fingerprints([gradient], has_sketch=True)
         if number in self._given[name]:
@@ -207,7 +209,7 @@ class HeadProof:
             )
 
     def _check_total(self, name: str, total: Tensor | None) -> None:
-        if self._is_over:
+        if name not in self._awaited or self._is_over:
             return
         given = self._given[name]
         if len(given) != len(self._rows) and self._expected:

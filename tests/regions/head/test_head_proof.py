@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import hf_ckpt
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.regions import value_proof
@@ -159,6 +160,15 @@ def test_both_figures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     scale_loss(1.01, 3)(monkeypatch)
     with pytest.raises(PlanMismatchError, match=r"its loss over rows 18 to 23 is \d+\.\d+, and that of the plain head"):
         step()
+
+
+def test_a_gradient_of_something_else_first_is_no_fault() -> None:
+    model = training.llama().train()
+    ids = torch.arange(16).view(2, 8)
+    with hf_ckpt.apply(model, "full", head="chunked"):
+        loss = model(input_ids=ids, labels=ids).loss
+        torch.autograd.grad(loss, model.get_submodule("model.layers.0.mlp.up_proj").weight, retain_graph=True)
+        loss.backward()
 
 
 def test_random_numbers_stay_where_they_are() -> None:
