@@ -12,7 +12,7 @@ values of some trainable weights. Those values reveal optimizers that write past
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -56,6 +56,7 @@ _NUM_SAMPLED = 9
 """As many weights as a layer of Llama has, so that a full fine-tune samples all of them."""
 _NUM_SHARDS = 4
 
+_OWNED = attrgetter("_modules", "_parameters", "_buffers")
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
 
@@ -307,10 +308,7 @@ class _Layout:
         # Those without children too: a parametrization gives a linear layer its first one.
         self._all_children = [module._modules for module in self.modules]
         # Weights and buffers come later as well.
-        self._all = [
-            *self._all_children,
-            *chain.from_iterable((each._parameters, each._buffers) for each in self.modules),
-        ]
+        self._all: list[Sized] = list(chain.from_iterable(map(_OWNED, self.modules)))
         self._sizes = list(map(len, self._all))
         self._lists = list(filter(None, self._all_children))
         self._children = self._children_now()
@@ -739,10 +737,11 @@ def is_ours(value: Any) -> bool:
 
 
 def _code_of(function: Any) -> Hashable:
-    """Return the code of a function, or the type of what is called."""
+    """Return the code of a function, or the name of the type of what is called."""
     while isinstance(function, partial):
         function = function.func
-    return getattr(function, "__code__", type(function))
+    code: Hashable = getattr(function, "__code__", type(function).__qualname__)
+    return code
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
