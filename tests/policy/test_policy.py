@@ -207,7 +207,7 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
     [
         # The mode.
         ("ful", f'Unknown mode "ful". Modes are {MODES}. Did you mean "full"?'),
-        ("FULL", f'Unknown mode "FULL". Modes are {MODES}.'),
+        ("FULL", f'Unknown mode "FULL". Modes are {MODES}. Did you mean "full"?'),
         ("", f'Unknown mode "". Modes are {MODES}.'),
         ("xyz", f'Unknown mode "xyz". Modes are {MODES}.'),
         ({"mode": "atention"}, f'Unknown mode "atention". Modes are {MODES}. Did you mean "attention"?'),
@@ -357,7 +357,7 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
         ),
         (
             rule(offload={"host_memory": 64}),
-            'host_memory is "64", without a unit. Write "64GiB" or "64GB"; only a fraction of the device, above 0 and '
+            'host_memory is 64, without a unit. Write "64GiB" or "64GB"; only a fraction of the device, above 0 and '
             "at most 1, has none.",
         ),
         (
