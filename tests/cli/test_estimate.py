@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from hf_ckpt import Plan
+from hf_ckpt import Plan, load_recipe
+from hf_ckpt.cli.estimate import ESTIMATE, _quick
 from hf_ckpt.cli.main import main
+from hf_ckpt.cli.shared_options import subject_asked
 from hf_ckpt.estimate import estimate as estimates
 from hf_ckpt.estimate.estimate import RECIPE, Estimate
 from hf_ckpt.estimate.predict import Predictor
@@ -300,3 +302,20 @@ def test_step_that_does_not_fit_is_not_profiled(tmp_path: Path, capsys: pytest.C
     recipe = str(small_recipes.write(tmp_path, model={"config": large}, checkpointing=None))
     assert main(["profile", recipe]) == 2
     assert "it cannot be run here. Predict it instead" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([], ("none", "full")),
+        (["--offload", "cpu"], ("none", "full", "full, offload")),
+        (["--offload", "cpu", "--head", "chunked"], ("none", "full", "full, offload", "full, offload, tiles, head")),
+    ],
+)
+def test_what_is_allowed_besides_modes_has_rows(words: list[str], names: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = small_recipes.write(tmp_path)
+    options = ESTIMATE.parser().parse_args([str(recipe), *words])
+    assert _quick(options) == names
+    subject = subject_asked(load_recipe(recipe), options)
+    assert (subject.allowed.offload is not None) is ("--offload" in words)
+    assert subject.allowed.head is (True if "--head" in words else None)

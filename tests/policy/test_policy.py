@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_ckpt.errors import HFCkptError, PolicyError
-from hf_ckpt.policy.options import HeadMode, Offload
+from hf_ckpt.policy.options import HeadMode, Offload, PolicyOptions, takes
 from hf_ckpt.policy.policy import Mode, Policy, Rule
 
 MODES = '"none", "full", "attention", "ffn", "selective", "selective_attention"'
@@ -483,3 +483,9 @@ def test_policy_error_is_a_value_error_of_this_package() -> None:
 def test_rule_describes_itself_as_it_is_written() -> None:
     parsed = Policy.parse(rule(layers=[0, 2], stack="vision", segment_size="sqrt", nested=True)).rules[0]
     assert parsed.describe() == '{mode: "full", layers: [0, 2], stack: "vision", segment_size: "sqrt", nested: true}'
+
+
+def test_an_option_that_is_nearly_right_is_suggested() -> None:
+    function = takes(PolicyOptions)(lambda **options: None)
+    with pytest.raises(TypeError, match=r"argument 'every_n_layer'\. Did you mean \"every_n_layers\"\?$"):
+        function(every_n_layer=2)
