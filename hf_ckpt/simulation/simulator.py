@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.garbage_collection import no_cycles_collected
+from hf_ckpt.garbage_collection import count_as_old, no_cycles_collected
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
@@ -28,7 +28,7 @@ from hf_ckpt.simulation.fit import Capacity, Verdict, judge, unplayed_bytes
 from hf_ckpt.simulation.host_and_link_time import queue_operators
 from hf_ckpt.simulation.isolation import RealModelReachedError, isolated
 from hf_ckpt.simulation.layer_likeness import number_kinds
-from hf_ckpt.simulation.layer_reuse import LayerReuse, run_unlike, shared_layers
+from hf_ckpt.simulation.layer_reuse import LayerReuse, held_to_original, run_unlike, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
@@ -308,6 +308,8 @@ class StepSimulator:
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
         unlike = set(self._known.unlike)
+        if plan is not None and self.step.is_proven:
+            unlike |= held_to_original(self.stacks, plan, self._known.signatures)
         has_segments = any(entry.segment is not None for entry in _entries(plan))
         for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
@@ -342,6 +344,8 @@ class StepSimulator:
         changed_by: Change = nullcontext,
     ) -> TracedStep:
         step, device = self.step, self.device
+        # The proof looks at the new objects for each region (`is_held_elsewhere`); those of earlier traces are millions.
+        count_as_old()
         fake, tracker = self._copied(reuse), self._tracker(has_costs=True)
         _turn_cache_off(fake.model.train())
         if plan is not None:
