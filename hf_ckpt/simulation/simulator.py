@@ -344,7 +344,7 @@ class StepSimulator:
         changed_by: Change = nullcontext,
     ) -> TracedStep:
         step, device = self.step, self.device
-        # The proof looks at the new objects for each region (`is_held_elsewhere`); those of earlier traces are millions.
+        # The proof looks at all new objects for each region (`is_held_elsewhere`): earlier traces made millions.
         count_as_old()
         fake, tracker = self._copied(reuse), self._tracker(has_costs=True)
         _turn_cache_off(fake.model.train())
