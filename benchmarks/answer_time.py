@@ -27,6 +27,7 @@ _ROOT = Path(__file__).parents[1]
 _FLOOR = "import torch, transformers.models.llama.modeling_llama, peft"
 COMMANDS = {
     "estimate_7b_lora": "estimate recipes/llama7b_lora.yaml --device rtx4090",
+    "quick_7b_lora": "estimate recipes/llama7b_lora.yaml --device rtx4090 --quick",
     "plan_7b_lora": "plan recipes/llama7b_lora.yaml --memory-budget 22GiB",
     "estimate_70b_qlora_fsdp": "estimate recipes/llama70b_qlora_fsdp.yaml",
     "max_length_8b_longctx": "estimate recipes/llama3_8b_qlora_longctx.yaml --max-length",

@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
 from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_case, add_out, main
+from hf_ckpt.errors import BudgetError
 from hf_ckpt.planner.layer_costs import chain_of
 from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
-from hf_ckpt.simulation.devices import Device, find_device
-from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.fit import Capacity, Fit, capacity_of
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 
 
@@ -64,7 +67,7 @@ CASES = {
     "tiny": Case(
         {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4},
         Step(batch_size=2, seq_length=256),
-        "rtx4090",
+        "cpu",
         is_lora=False,
     ),
 }
@@ -101,23 +104,24 @@ def sweep(case: Case, num_budgets: int, say: Any = print) -> dict[str, Any]:
     started = time.perf_counter()
     simulator = StepSimulator(model, case.step, device)
     chain = chain_of(simulator)
-    planner = ChainPlanner(chain)
     seconds_to_plan = time.perf_counter() - started
-    fixed = list(_fixed(model, case.step, device, len(chain.layers), say))
-    most = max(entry["peak_bytes"] for entry in fixed if entry["name"] == "none")
-    # The planner's figure for the smallest plan may be a little below what the whole step needs.
+    # Of no size: what it needs is what is asked.
+    capacity = capacity_of(device, budget_bytes=device.memory_bytes)
+    fixed = list(_fixed(simulator, capacity, len(chain.layers), say))
+    most = max(entry["needed_bytes"] for entry in fixed if entry["name"] == "none")
     plans = StepPlanner(simulator, allowed=Allowed(exact=False), chain=chain)
-    least = plans.plan_for(int(planner.peaks[0] * 1.01)).memory.peak_bytes
+    least = _least(simulator, plans, capacity, ChainPlanner(chain).peaks[0])
     budgets = [least + (most - least) * number // (num_budgets - 1) for number in range(num_budgets)]
     swept = []
     for budget in budgets:
-        planned = plans.plan_for(budget)
-        fitting = [entry for entry in fixed if entry["peak_bytes"] <= budget]
+        planned = plans.plan_for(capacity.with_bytes(budget))
+        fitting = [entry for entry in fixed if entry["needed_bytes"] <= budget]
         best = min(fitting, key=lambda entry: entry["seconds"], default=None)
         swept.append(
             {
                 "budget_bytes": budget,
                 "peak_bytes": planned.memory.peak_bytes,
+                "needed_bytes": planned.verdict.needed_bytes,
                 "seconds": planned.memory.time.total,
                 "best_fixed": best and best["name"],
                 "best_fixed_seconds": best and best["seconds"],
@@ -128,11 +132,29 @@ def sweep(case: Case, num_budgets: int, say: Any = print) -> dict[str, Any]:
     return {"device": case.device, "seconds_to_simulate": seconds_to_plan, "fixed": fixed, "budgets": swept}
 
 
-def _fixed(model: nn.Module, step: Step, device: Device, num_layers: int, say: Any) -> Iterator[dict[str, Any]]:
+def _least(simulator: StepSimulator, plans: StepPlanner, capacity: Capacity, peak_bytes: int) -> int:
+    """Return the least that a plan needs, of those that are found for more and more."""
+    budget = capacity.needed_bytes(peak_bytes)
+    while True:
+        with suppress(BudgetError):
+            found = plans.plan_for(capacity.with_bytes(budget))
+            if found.verdict.fit is Fit.YES:
+                return simulator.verdict(found.plan, capacity).needed_bytes
+        budget += budget // 100
+
+
+def _fixed(simulator: StepSimulator, capacity: Capacity, num_layers: int, say: Any) -> Iterator[dict[str, Any]]:
     for name, policy in fixed_policies(num_layers):
-        memory = simulate_step(model, policy, step, device)
-        say(f"{name}: {memory.peak_bytes / 2**30:.2f} GiB, {memory.time.total:.3f} s")
-        yield {"name": name, "peak_bytes": memory.peak_bytes, "seconds": memory.time.total}
+        plan = simulator.plan_of(policy)
+        memory = simulator.memory(plan)
+        needed = capacity.needed_bytes(simulator.reserved_bytes(plan))
+        say(f"{name}: {memory.peak_bytes / 2**30:.2f} GiB, needs {needed / 2**30:.2f}, {memory.time.total:.3f} s")
+        yield {
+            "name": name,
+            "peak_bytes": memory.peak_bytes,
+            "needed_bytes": needed,
+            "seconds": memory.time.total,
+        }
 
 
 def verdict(result: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +165,7 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
     between = result["budgets"][1:-1]
     return {
         "num_budgets": len(result["budgets"]),
-        "num_over_budget": sum(row["peak_bytes"] > row["budget_bytes"] for row in result["budgets"]),
+        "num_over_budget": sum(row["needed_bytes"] > row["budget_bytes"] for row in result["budgets"]),
         "num_slower": sum(row["seconds"] > row["best_fixed_seconds"] * (1 + slack) for row in rows),
         "num_between": len(between),
         # Where no fixed mode fits at all, the plan beats them all.

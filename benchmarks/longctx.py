@@ -54,6 +54,7 @@ from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.step_memory import StepMemory
 
 SPEED_LENGTHS = (8192, 16384, 32768, 65536)
@@ -498,7 +499,7 @@ def planned(options: Options, length: int) -> dict[str, Any]:
     """Return the fastest plan for a length under the cap as JSON types. Needs no GPU, and some minutes."""
     case = subject(_recipe(is_small=options.is_small))
     device = CPU if options.device == "cpu" else find_device(options.predicts_for)
-    found = Predictor(replace(case, step=with_length(case.step, length)), device).planned(options.cap_bytes)
+    found = Predictor(replace(case, step=with_length(case.step, length)), device).planned(Capacity(options.cap_bytes))
     return {
         "plan": json.loads(found.plan.to_json()),
         "summary": found.plan.summary().splitlines(),

@@ -14,7 +14,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from benchmarks.environment import describe
 from benchmarks.longctx_cases import GIB, recipe_of, subject
 from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_out, main
-from hf_ckpt.estimate.max_length_and_batch import leanest_plans, with_length
+from hf_ckpt.estimate.max_length_and_batch import largest_of_all, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
@@ -36,6 +36,8 @@ from hf_ckpt.simulation.tape import MemoryChange, Storage, Tape, assign_categori
 from hf_ckpt.units import format_bytes
 
 NAME = "longctx_predicted.json"
+CARD = "rtx4090"
+"""A real card of 24 GB."""
 DEVICE = "a100-80gb"
 """Whose kernels and speed are taken, whatever the budget."""
 BUDGETS_GIB = (8, 12, 16, 24, 40, 48, 80)
@@ -83,7 +85,7 @@ class Found:
         """Return it as JSON types; the bytes of all categories together are the peak."""
         return {
             "length": self.limit.number,
-            "peak_bytes": self.limit.peak_bytes,
+            "peak_bytes": self.limit.needed_bytes,
             "peak_at": self.memory.peak_at.describe(),
             "by_category": {str(category): size for category, size in self.memory.by_category.items()},
             "host_bytes": self.host_bytes,
@@ -226,6 +228,17 @@ class Search:
             self._known[length] = self._peak(length)
 
 
+def on_card(case: Subject) -> dict[str, Any]:
+    """Return what `hf-ckpt estimate --max-length` answers on a card, with offload and without."""
+    card = find_device(CARD)
+    found: dict[str, Any] = {"device": CARD, "memory_bytes": card.memory_bytes}
+    for name, offload in (("offload", case.allowed.offload), ("no_offload", None)):
+        predictor = Predictor(replace(case, allowed=replace(case.allowed, offload=offload)), card)
+        limit = largest_of_all(predictor, predictor.capacity(card), is_length=True)
+        found[name] = {"length": limit.number, "needed_bytes": limit.needed_bytes}
+    return found
+
+
 def stages(predictor: Predictor, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Yield what each stage reaches in one budget, and what it costs at one length."""
     for name, options in STAGES.items():
@@ -329,6 +342,7 @@ def predict(budgets_gib: tuple[int, ...] = BUDGETS_GIB, say: Callable[[str], Non
         "device": DEVICE,
         "is_predicted": True,
         "budgets": rows,
+        "card": on_card(case),
         "stages_gib": STAGES_GIB,
         "stages": list(stages(predictor, say)),
         "ledger": ledger(

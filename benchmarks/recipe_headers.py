@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ckpt.errors import BudgetError, RecipeError
-from hf_ckpt.estimate.estimate import budget_of, own_budget, planned_on
+from hf_ckpt.estimate.estimate import capacity_of_subject, own_budget
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.max_length_and_batch import largest_fitting, largest_of_all
 from hf_ckpt.estimate.predict import Predictor
@@ -22,7 +22,7 @@ from hf_ckpt.estimate.tables import format_seconds
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.recipe.shipped import HEADER_ITEM, header
 from hf_ckpt.simulation.devices import CPU, Device, find_device
-from hf_ckpt.simulation.reserve import reserve
+from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.units import format_bytes
 
 CARDS = {16: "t4", 24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
@@ -58,11 +58,10 @@ class Needs:
 
     def describe(self) -> str:
         """Return the text of the header's line."""
-        if self.device.is_cuda:
-            free = format_bytes(reserve(self.device).high_bytes)
-            fits = f" fit ({self.device.title}, {format_bytes(self.device.memory_bytes)}, {free} of it left free)"
-        else:
-            fits = ""
+        capacity = capacity_of(self.device)
+        free = format_bytes(capacity.num_bytes - capacity.reserved_bytes)
+        card = f" fit ({self.device.title}, {format_bytes(self.device.memory_bytes)}, {free} of it left free)"
+        fits = card if self.device.is_cuda else ""
         limit = f"rows of up to {self.longest:,} tokens{fits}" if self.longest else "no row fits"
         bound = ", all that the model has positions for" if self.is_bound else ""
         host = f" and {format_bytes(self.host_bytes)} of host memory" if self.host_bytes >= _TOLD_FROM else ""
@@ -80,12 +79,13 @@ def needs_of(path: Path) -> Needs:
     """
     predictor = on_hardware(path)
     subject, device = predictor.subject, predictor.device
-    budget = budget_of(subject, device)
+    capacity = capacity_of_subject(predictor, device)
     if is_auto(subject.recipe):
-        memory = predictor.planned(budget).memory
-        limit = largest_of_all(predictor, budget, is_length=True)
+        memory = predictor.planned(capacity).memory
+        limit = largest_of_all(predictor, capacity, is_length=True)
     else:
-        memory, limit = predictor.memory(subject.plan), largest_fitting(predictor, subject.plan, budget, is_length=True)
+        memory = predictor.memory(subject.plan)
+        limit = largest_fitting(predictor, subject.plan, capacity, is_length=True)
     return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)
 
 
@@ -101,7 +101,7 @@ def plans_on_cards(predictor: Predictor) -> list[str]:
 def _planned(subject: Subject, device: Device) -> str:
     predictor = Predictor(subject, device)
     try:
-        planned, _ = planned_on(predictor, device, say=lambda _: None)
+        planned = predictor.planned(predictor.capacity(device), compare=True)
     except BudgetError:
         return "no plan fits"
     memory = planned.memory

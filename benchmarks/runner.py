@@ -30,6 +30,7 @@ SUITES = {
     "predict": "benchmarks.predict",
     "resident": "benchmarks.resident",
     "budgets": "benchmarks.budgets",
+    "verdicts": "benchmarks.verdicts",
     "simulation_cost": "benchmarks.simulation_cost",
     "answer_time": "benchmarks.answer_time",
     "proof_launches": "benchmarks.proof_launches",

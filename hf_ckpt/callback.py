@@ -72,8 +72,8 @@ class HFCkptCallback(TrainerCallback):
         policy: a mode name, a rule, a list of rules, a `Policy`, a `Plan` made for this model or the name of its JSON
             file; or `"auto"`, which simulates the largest batch before the first step and takes the fastest plan that
             fits `memory_budget`.
-        memory_budget: with `"auto"`, what a whole step may use of the device: `"22GiB"`, or a fraction such as 0.9. The
-            free memory of the GPU less a reserve if left out.
+        memory_budget: with `"auto"`, what a whole step may use of the device: `"22GiB"`, or a fraction such as 0.9,
+            CUDA's context and torch's cache among it. What is free of the GPU if left out.
         max_length: with `"auto"`, tokens that no example exceeds. Looked up in the training data if left out; where
             that tells no lengths, a plan is made for the batches as they come.
         exact: with `"auto"`, whether the plan must be bitwise. `"prefer"`, the default: if such a plan fits. True: or

@@ -88,9 +88,10 @@ def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """Return ``' Did you mean "x"?'`` for the choice nearest to ``word``, or an empty string."""
-    near = difflib.get_close_matches(str(word), list(choices), n=1)
-    return f' Did you mean "{near[0]}"?' if near else ""
+    """Return ``' Did you mean "x"?'`` for the choice nearest to ``word`` in any case, or an empty string."""
+    in_lower_case = {str(choice).lower(): choice for choice in choices}
+    near = difflib.get_close_matches(str(word).lower(), in_lower_case, n=1)
+    return f' Did you mean "{in_lower_case[near[0]]}"?' if near else ""
 
 
 def shortened(text: str, most: int) -> str:

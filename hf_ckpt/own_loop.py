@@ -200,8 +200,8 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         prove: which calls of a recomputed region are proven, bit by bit, to be repeated by its recomputation:
             `"first_step"` the first that has a backward, n every n-th as well, `"off"` none. Costs the
             device about a third of a forward, and 16 MiB; more where the host is slower (see `HFCkptCallback`).
-        memory_budget: with `"auto"`, what a whole step may use of the device: `"22GiB"`, or a fraction such as 0.9. The
-            free memory of the GPU less a reserve if left out.
+        memory_budget: with `"auto"`, what a whole step may use of the device: `"22GiB"`, or a fraction such as 0.9,
+            CUDA's context and torch's cache among it. What is free of the GPU if left out.
         exact: with `"auto"`, see `HFCkptCallback`. With any policy, False lets `step` chunk the head and run layers in
             tiles, where nothing else is leaner.
         batch_size: with `"auto"`, rows of the largest micro-batch.

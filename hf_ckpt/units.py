@@ -66,7 +66,7 @@ class Budget:
         if self.num_bytes is None:
             if not memory_bytes:
                 raise PolicyError(
-                    f'{self.key} is "{self.text}", a fraction, and how much memory {device} has is not known. '
+                    f"{self.key} is {self.text}, a fraction, and how much memory {device} has is not known. "
                     'Write an amount such as "22GiB", or name a device.'
                 )
             assert self.fraction is not None, "a budget is an amount or a fraction"
@@ -84,8 +84,8 @@ def parse_budget(value: object, *, key: str = "memory_budget") -> Budget:
     """Read a budget.
 
     Args:
-        value: text with a unit (`"22GiB"`, `"22 GB"`, `"512MiB"`), or a fraction of the device, above 0 and at most
-            1, as number or text (`0.9`). A `Budget` is returned as it is.
+        value: text with a unit (`"22GiB"`, `"22 GB"`, `"512MiB"`; `"22G"` is 22 GB, the smaller reading), or a
+            fraction of the device, above 0 and at most 1, as number or text (`0.9`). A `Budget` is returned as it is.
         key: name of the option, for messages.
 
     Raises:
@@ -96,17 +96,18 @@ def parse_budget(value: object, *, key: str = "memory_budget") -> Budget:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise PolicyError(f"{key} is {_show(value)}. Write {_EXAMPLES}.")
     text = str(value).strip()
+    shown = f'"{text}"' if isinstance(value, str) else text
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise PolicyError(f'{key} is "{text}", which starts with no number. Write {_EXAMPLES}.')
+        raise PolicyError(f"{key} is {shown}, which starts with no number. Write {_EXAMPLES}.")
     number, unit = float(match["number"]), (match["unit"] or "").strip()
     # Text such as 1e999 is a number to Python, and infinite.
     if not math.isfinite(number) or number <= 0:
-        raise PolicyError(f'{key} is "{text}". It must be above 0: write {_EXAMPLES}.')
+        raise PolicyError(f"{key} is {shown}. It must be above 0: write {_EXAMPLES}.")
     if not unit:
         if number > 1:
             raise PolicyError(
-                f'{key} is "{text}", without a unit. Write {_with_unit(number)}; only a fraction of the device, '
+                f"{key} is {shown}, without a unit. Write {_with_unit(number)}; only a fraction of the device, "
                 "above 0 and at most 1, has none."
             )
         return Budget(None, number, text, key)
@@ -157,11 +158,12 @@ def as_budget(num_bytes: int) -> tuple[str, int]:
 
 def _bytes_of(unit: str, text: str, key: str) -> int:
     by_lower_case = {name.lower(): size for name, size in UNITS.items()}
+    # A lone letter is written for either; the smaller amount is within both.
+    by_lower_case |= {name[0].lower(): size for name, size in UNITS.items() if name in ("KB", "MB", "GB", "TB")}
     if unit.lower() in by_lower_case:
         return by_lower_case[unit.lower()]
-    # A lone letter is nearer to "GB" than to "GiB", but is mostly written for the latter.
     same_letter = [name for name in UNITS if name[0].lower() == unit[0].lower()]
-    nearest = did_you_mean(unit, same_letter) if len(unit) > 1 else ""
+    nearest = did_you_mean(unit, same_letter)
     if same_letter and not nearest:
         nearest = f' Did you mean "{same_letter[0]}"?'
     raise PolicyError(f'{key} is "{text}" with the unknown unit "{unit}". Units are {", ".join(UNITS)}.{nearest}')

@@ -442,7 +442,7 @@ def _at_largest(case: Case, device: str, mode: str) -> Rows:
         most=4096,
     )
     if not limit.number:
-        return {"batch": 0, "peak_gib": limit.peak_bytes / GIB, "tokens_per_second": None}
+        return {"batch": 0, "peak_gib": limit.needed_bytes / GIB, "tokens_per_second": None}
     memory = simulated(replace(case, batch=limit.number), device, mode)
     return {
         "batch": limit.number,

@@ -37,11 +37,10 @@ from benchmarks.published.points import (
 from benchmarks.published.summary import add_reserved_ratios, answers, summaries, time_ratio, time_summaries
 from benchmarks.result_files import write_result
 from benchmarks.runner import RESULTS, add_out, main
-from hf_ckpt.estimate.estimate import fit_of
-from hf_ckpt.estimate.predict import Reserved, room_on
 from hf_ckpt.policy.plan import parse
-from hf_ckpt.simulation.caching_allocator import held_within, reserved_bytes
+from hf_ckpt.simulation.caching_allocator import Held, held_within, reserved_bytes
 from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.fit import Capacity, capacity_of
 from hf_ckpt.simulation.simulator import StepSimulator, num_repeats
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -56,8 +55,12 @@ class Predicted(NamedTuple):
     """What is predicted of a published step."""
 
     memory: StepMemory
-    reserved: Reserved
-    """What torch reserves for it."""
+    reserved_bytes: int
+    """What torch reserves for it where there is room."""
+    held: Held | None
+    """What it holds of the source's card, where that has less."""
+    capacity: Capacity
+    """Of that card."""
 
 
 def predicted_step(point: StepPoint) -> Predicted:
@@ -84,11 +87,12 @@ def predicted_step(point: StepPoint) -> Predicted:
                 entered.enter_context(ENGINE_CHANGES[name]())
         tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
     memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens, repeats=num_repeats(step))
-    wanted, room = reserved_bytes(tape, expands=source.expands_segments), room_on(device, point.ranks)
+    wanted, capacity = reserved_bytes(tape, expands=source.expands_segments), capacity_of(device, point.ranks)
+    # What there is next to the most that the context takes.
+    room = capacity.num_bytes - capacity.outside[1]
     # Of expandable segments it is not played which pages are given back.
     is_full = wanted > room and not source.expands_segments
-    within = {device.name: held_within(tape, room)} if is_full else {}
-    return Predicted(memory, Reserved(wanted, point.ranks, within=within))
+    return Predicted(memory, wanted, held_within(tape, room) if is_full else None, capacity)
 
 
 def _tokens_per_second(point: StepPoint, memory: StepMemory) -> float:
@@ -134,9 +138,9 @@ def _changed(point: StepPoint, model: nn.Module) -> Iterator[nn.Module]:
 
 def step_record(point: StepPoint) -> Record:
     """Return a published step with its prediction, as JSON types."""
-    memory, reserved = predicted_step(point)
+    memory, wanted, held, capacity = predicted_step(point)
     device = device_of(sources()[point.source])
-    held = reserved.within.get(device.name)
+    first = wanted if held is None else held.num_bytes
     record = _record(point) | {
         "ranks": point.ranks,
         "emulations": list(point.emulations),
@@ -144,13 +148,11 @@ def step_record(point: StepPoint) -> Record:
         "predicted_bytes": memory.peak_bytes,
         "ratio": None if point.allocated_bytes is None else memory.peak_bytes / point.allocated_bytes,
         # nvidia-smi is read once a second: what only the first step holds, for a moment, it does not see.
-        "predicted_reserved_bytes": (
-            held.settled_bytes if held is not None and point.smi_mib is not None else reserved.bytes_on(device)
-        ),
-        "first_reserved_bytes": reserved.bytes_on(device) if held is None else held.num_bytes,
-        "wanted_bytes": reserved.num_bytes,
+        "predicted_reserved_bytes": (held.settled_bytes if held is not None and point.smi_mib is not None else first),
+        "first_reserved_bytes": first,
+        "wanted_bytes": wanted,
         "retries_per_step": 0 if held is None else held.retries_per_step,
-        "fits": str(fit_of(memory.peak_bytes, device, reserved)),
+        "fits": str(capacity.fit(memory.peak_bytes, max(memory.peak_bytes, wanted))),
         "peak_at": memory.peak_at.describe(),
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "published_reserved_bytes": point.reserved_bytes,

@@ -16,6 +16,7 @@ from hf_ckpt.planner.search import Planned, StepPlanner
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.simulation.devices import CPU, Device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.simulator import StepSimulator
 
 GRANTED = Allowed(offload=Offload(), exact=False)
@@ -125,7 +126,8 @@ def plans(
     found = []
     for budget in budgets:
         try:
-            found.append((budget, planner.plan_for(budget.num_bytes)))
+            # What contenders allocate, without what the device holds besides.
+            found.append((budget, planner.plan_for(Capacity(budget.num_bytes))))
         except BudgetError as error:
             say(f"{budget.num_bytes / 2**20:,.1f} MiB ({budget.set_by}): {str(error).partition('. ')[0]}")
             continue

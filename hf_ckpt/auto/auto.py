@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes, unknown_bytes
+from hf_ckpt.auto.budgets import capacity_of_run, free_host_bytes, unknown_bytes
 from hf_ckpt.auto.largest_batch_in_data import (
     Batch,
     is_packing,
@@ -47,6 +47,7 @@ from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.fake_model import meta_copy
+from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.simulation.optimizers import innermost_optimizer
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
@@ -64,7 +65,7 @@ class Auto:
     """Policy `auto` with its options, for any number of runs.
 
     Args:
-        memory_budget: None takes the free memory of the GPU less a reserve.
+        memory_budget: None takes what is free of the GPU.
         max_length: tokens that no example exceeds; None reads them off the data.
         structure: `layers`, `attention` and `ffn` of `apply`.
         allowed: what a plan may hold besides modes.
@@ -155,10 +156,10 @@ class Auto:
                 batch = loss.batch.largest(dataset, collator, num_rows, self._max_length)
                 batches = [] if batch is None else [with_inputs(batch, dataset, collator, shape)]
             free = free_host_bytes(self._allowed.offload)
-            budget = budget_bytes(self._memory_budget, device, model, optimizer, coverage.counted_bytes)
-            return budget, batches, free
+            given = self._memory_budget, device, model, optimizer, coverage.counted_bytes
+            return capacity_of_run(*given, num_processes=args.world_size).num_bytes, batches, free
 
-        budget_limit, batches, host_bytes = _agreed(read_limits)
+        budget, batches, host_bytes = _agreed(read_limits)
         is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
         # They stay on the copy, and so are part of each simulated step.
         InputGradients(shape, is_on)
@@ -189,11 +190,11 @@ class Auto:
         # Without a budget it is off what is free. Engines of several processes have buffers of their own by then.
         if self._memory_budget is not None and args.world_size == 1:
             unknown = unknown_bytes(device, model, optimizer, coverage.counted_bytes)
-            coverage = coverage.without_unknown(unknown, budget_limit)
+            coverage = coverage.without_unknown(unknown, budget)
         planning = RunPlanner(
             make_plan(shape, Policy.parse("none"), **self._structure),
             simulator,
-            budget_limit,
+            capacity_of(device, args.world_size, budget),
             coverage=coverage,
             allowed=self._allowed,
             host_bytes=host_bytes,
@@ -330,7 +331,7 @@ def plan_own_step(
     Args:
         model: as it is trained; it is not changed.
         step: the step, without its optimizer.
-        budget: None takes the free memory of the GPU less a reserve.
+        budget: None takes what is free of the GPU.
         allowed: what a plan may hold besides modes.
         structure: `layers`, `attention` and `ffn` of `apply`.
         optimizer: of torch; None counts the one that `Step` names.
@@ -354,7 +355,7 @@ def plan_own_step(
     planning = RunPlanner(
         make_plan(shape, Policy.parse("none"), **structure),
         lambda batch: any_step.anew(replace(step, batch_size=batch.rows, seq_length=batch.length)),
-        budget_bytes(budget, device, model, optimizer),
+        capacity_of_run(budget, device, model, optimizer),
         coverage=Coverage((type(without_adapter(model)).__name__, str(name), "one process"), ()),
         allowed=allowed,
         host_bytes=free_host_bytes(allowed.offload),

@@ -13,13 +13,11 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.devices import Device, workspace_bytes
-from hf_ckpt.simulation.reserve import reserve
+from hf_ckpt.simulation.fit import Capacity, capacity_of
 from hf_ckpt.units import Budget
 
 _HOST_LEFT_FREE = 2**30
 """Bytes of host memory that are no plan's, whatever is free."""
-_CONTEXT = "context"
-"""The part of the reserve that a running process has taken already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +32,40 @@ class AllocatorState:
     """Of that, what is used."""
 
 
-def budget_bytes(
-    budget: Budget | None, device: Device, model: nn.Module, optimizer: Any, counted_bytes: int = 0
-) -> int:
-    """Return the bytes that a step may use.
+def capacity_of_run(
+    budget: Budget | None,
+    device: Device,
+    model: nn.Module,
+    optimizer: Any,
+    counted_bytes: int = 0,
+    *,
+    num_processes: int = 1,
+) -> Capacity:
+    """Return what there is for a step.
 
     Args:
-        budget: the user's; None takes the device's free memory less the reserve.
+        budget: the user's; None takes what is free of the device.
         device: where the step runs.
         model: that is about to be trained on it; its tensors are part of the step.
         optimizer: the model's; None where there is none yet.
         counted_bytes: on the device besides the model that are part of the step too, such as those of a reference.
+        num_processes: of the run, each on a device of its own.
 
     Raises:
         PolicyError: the budget is more than the device has, or there is none and the device is not a GPU.
     """
     check_budget(budget, device)
     if budget is not None:
-        return budget.bytes_on(device.memory_bytes, device=device.title)
-    return _usable(_free_on_cuda(), device, _step_bytes(model, optimizer) + counted_bytes)
+        num_bytes = budget.bytes_on(device.memory_bytes, device=device.title)
+        return capacity_of(device, num_processes, num_bytes)
+    whole = capacity_of(device, num_processes)
+    return whole.with_bytes(_usable(_free_on_cuda(), device, whole, _step_bytes(model, optimizer) + counted_bytes))
 
 
 def unknown_bytes(device: Device, model: nn.Module, optimizer: Any, counted_bytes: int) -> int:
     """Return the bytes that this process has allocated on a GPU for nothing that is counted; 0 on a CPU.
 
-    `counted_bytes`: see `budget_bytes`, which takes them off where there is no budget.
+    `counted_bytes`: see `capacity_of_run`, which takes them off where there is no budget.
     """
     if not device.is_cuda:
         return 0
@@ -81,7 +88,7 @@ def check_budget(budget: Budget | None, device: Device) -> None:
     """Refuse a budget that a device does not have, and none where the device is not a GPU.
 
     Raises:
-        PolicyError: see `budget_bytes`.
+        PolicyError: see `capacity_of_run`.
     """
     if budget is not None:
         budget.bytes_on(device.memory_bytes, device=device.title)
@@ -92,11 +99,10 @@ def check_budget(budget: Budget | None, device: Device) -> None:
         )
 
 
-def _usable(found: AllocatorState, device: Device, step_bytes: int) -> int:
+def _usable(found: AllocatorState, device: Device, whole: Capacity, step_bytes: int) -> int:
     """Return what a step may use of what is free, if `step_bytes` of what is allocated are its own."""
-    of_others = _of_others(found, device, step_bytes)
-    kept_free = sum(item.high_bytes for item in reserve(device).items if item.name != _CONTEXT)
-    return found.free + found.reserved - of_others - kept_free
+    # The least that CUDA's context takes is gone already.
+    return whole.outside[0] + found.free + found.reserved - _of_others(found, device, step_bytes)
 
 
 def _of_others(found: AllocatorState, device: Device, step_bytes: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,9 @@ from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import Step, make_inputs
+from hf_ckpt.simulation.step import make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 from hf_ckpt.upstream.torch import disable_current_modes
@@ -44,9 +45,10 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_A_DOUBLING = 8
 """Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
 
-_PlanMessage = tuple[str, int, str, int, float]
-"""A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, where that lies, and what it is compared with:
-the bytes of a step without a plan, and its time as a share of that one's; 0 where the plan was there before."""
+_PlanMessage = tuple[str, int, int, bool, str, int, float]
+"""A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, what it needs in all, whether that fits for
+certain, where the peak lies, and what it is compared with: what a step without a plan needs, and its time as a share of
+that one's; 0 where the plan was there before."""
 
 
 @contextmanager
@@ -65,7 +67,7 @@ class RunPlanner:
         plan: the first one; keeps everything.
         simulator: makes the simulator of a batch's step. Each plan is made with one of its own, so that what was
             simulated for it does not outlive it.
-        budget_bytes: that the step may use.
+        capacity: what there is for the step.
         coverage: what is counted, for the log.
         allowed: what a plan may hold besides modes, as the user says.
         host_bytes: of host memory that are free for this process; None where that is not known.
@@ -81,6 +83,7 @@ class RunPlanner:
     Attributes:
         plan: what is to be in force now.
         predicted_bytes: the highest predicted peak of the steps so far; 0 before one is predicted.
+        needed_bytes: what that needs with all that lies on the device besides.
         batch: the largest one that was planned for, or None.
         input_gradients: what was simulated for the output of the embeddings.
         seen: what the model was given in the micro-batch that runs; None where its forward has not begun.
@@ -90,7 +93,7 @@ class RunPlanner:
         self,
         plan: Plan,
         simulator: Callable[[Batch], StepSimulator],
-        budget_bytes: int,
+        capacity: Capacity,
         *,
         coverage: Coverage,
         allowed: Allowed,
@@ -106,7 +109,7 @@ class RunPlanner:
     ) -> None:
         self.plan = plan
         self._simulator = simulator
-        self.budget_bytes = budget_bytes
+        self.capacity = capacity
         self._coverage = coverage
         self._allowed = allowed
         self._host_bytes = host_bytes
@@ -119,13 +122,13 @@ class RunPlanner:
         self._model_state = model_state
         self._simulate_anew = simulate_anew
         self._has_given_up = False
-        self.predicted_bytes = 0
+        self.predicted_bytes = self.needed_bytes = 0
         self.batch: Batch | None = None
         self.input_gradients: bool | None = None
         self._fitting: dict[str, list[Batch]] = {}
         self.seen: Batch | None = None
-        self._peaks: dict[tuple[str, Batch], int] = {}
-        self._plans: dict[Batch, tuple[Plan, StepMemory, int, float]] = {}
+        self._held: dict[tuple[str, Batch], tuple[int, int]] = {}
+        self._plans: dict[Batch, _Planned] = {}
         self._comparison = ""
         self._evaluated: list[Batch] = []
         self._has_warned = False
@@ -142,23 +145,24 @@ class RunPlanner:
 
     def describe(self) -> str:
         """Return what the plan is predicted to need of the budget, in words."""
-        budget = format_bytes(self.budget_bytes)
+        budget = format_bytes(self.capacity.num_bytes)
         if self._has_given_up:
             return "not predicted"
         if self.batch is None:
             return f"how large batches are is not known: planned for as they come, within {budget}"
         if self._comparison:
             return self._comparison
-        return f"predicted peak {format_bytes(self.predicted_bytes)} of {budget}, for {self.batch.describe()}"
+        peak = _with_needed(self.predicted_bytes, self.needed_bytes)
+        return f"predicted peak {peak} of {budget}, for {self.batch.describe()}"
 
-    def _compare_with_plain(self, batch: Batch, peak_bytes: int, plain_bytes: int, of_plain: float) -> None:
+    def _compare_with_plain(self, batch: Batch, needed_bytes: int, plain_bytes: int, of_plain: float) -> None:
         if plain_bytes:
             bits = "" if inexact_parts(self.plan) else " and changes no bit of loss and gradients"
             self._comparison = (
                 f"plain training would need {format_bytes(plain_bytes)}, your budget is "
-                f"{format_bytes(self.budget_bytes)}, this plan needs {format_bytes(peak_bytes)}: what it does not keep "
-                f"is computed or fetched again in backward, which costs {max(0.0, of_plain - 1):.0%} of time{bits} "
-                f"(predicted, for {batch.describe()})"
+                f"{format_bytes(self.capacity.num_bytes)}, this plan needs {format_bytes(needed_bytes)}: what it does "
+                f"not keep is computed or fetched again in backward, which costs {max(0.0, of_plain - 1):.0%} of "
+                f"time{bits} (predicted, for {batch.describe()})"
             )
 
     def start(self, batch: Batch) -> None:
@@ -167,19 +171,27 @@ class RunPlanner:
         Raises:
             BudgetError: no plan fits.
         """
-        logger.info("Planning for %s within %s: simulating steps.", batch.describe(), format_bytes(self.budget_bytes))
+        budget = format_bytes(self.capacity.num_bytes)
+        logger.info("Planning for %s within %s: simulating steps.", batch.describe(), budget)
         found = store.broadcast_result(partial(self._decide, batch), self._timeout_s, "planning")
-        text, peak_bytes, where, plain_bytes, of_plain = found
+        text, peak_bytes, needed_bytes, fits, where, plain_bytes, of_plain = found
         self.plan = Plan.from_json(text)
-        self._compare_with_plain(batch, peak_bytes, plain_bytes, of_plain)
+        self._compare_with_plain(batch, needed_bytes, plain_bytes, of_plain)
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
+        self.needed_bytes = max(self.needed_bytes, needed_bytes)
         self.batch = batch
         self._fitting.setdefault(self.plan.digest(), []).append(batch)
         bound = "" if self._is_bounded else "; bound not known, larger batches are planned for before they run"
         logger.info(
             "Planned for %s: predicted peak %s of %s, %s%s.",
-            *(batch.describe(), format_bytes(peak_bytes), format_bytes(self.budget_bytes), where, bound),
+            *(batch.describe(), _with_needed(peak_bytes, needed_bytes), budget, where, bound),
         )
+        if not fits:
+            logger.warning(
+                "No plan fits %s for certain: this one needs least, and fits only by giving cached blocks back. "
+                "Use shorter rows, fewer of them, or a larger budget.",
+                budget,
+            )
         self._coverage.log(self._names_of_inputs(batch))
 
     @_undisturbed()
@@ -224,22 +236,23 @@ class RunPlanner:
             return None
         allowed = self._allowed.bitwise if is_exact else self._allowed
         simulator = self._simulator(self.batch)
-        before = simulator.memory(self.plan)
+        before, reserved = simulator.memory(self.plan), simulator.reserved_bytes(self.plan)
         planner = StepPlanner(simulator, allowed=cap_to_free_memory(allowed, self._host_bytes))
         try:
-            found = planner.plan_for(int((1 - share) * before.peak_bytes))
+            found = planner.plan_for(Capacity(int((1 - share) * reserved)))
         except BudgetError:
             return None
         plan, seconds = restore_user_cap(found.plan, self._allowed), before.time.total
         return None if plan == self.plan else (plan, found.memory.time.total / seconds if seconds else None)
 
-    def peak_of(self, plan: Plan, batch: Batch) -> int:
-        """Return the bytes that a step is predicted to need. Raises `UnsupportedError`."""
+    def held_by(self, plan: Plan, batch: Batch) -> tuple[int, int]:
+        """Return the bytes that a step is predicted to allocate and torch to reserve. Raises `UnsupportedError`."""
         key = plan.digest(), batch
-        if key not in self._peaks:
+        if key not in self._held:
             with _undisturbed():
-                self._peaks[key] = self._simulator(batch).memory(plan).peak_bytes
-        return self._peaks[key]
+                simulator = self._simulator(batch)
+                self._held[key] = simulator.memory(plan).peak_bytes, simulator.reserved_bytes(plan)
+        return self._held[key]
 
     def start_micro_batch_again(self) -> None:
         """A micro-batch whose forward may have run is run again."""
@@ -280,7 +293,8 @@ class RunPlanner:
             if self._fallback is None or store.num_processes() > 1 or self._inputs.is_under_way:
                 raise
             say_fallback(error)
-            self.plan, self.batch, self.predicted_bytes, self._has_given_up = self._fallback, None, 0, True
+            self.plan, self.batch, self._has_given_up = self._fallback, None, True
+            self.predicted_bytes = self.needed_bytes = 0
 
     def _plan_for_other_model(self) -> None:
         """Plan anew for all that has been planned for: other parameters train now, or in another dtype."""
@@ -292,11 +306,11 @@ class RunPlanner:
         except UnsupportedError as error:
             warnings.warn(
                 "Other parameters train than the plan was made for, or the model computes in another way: the step may "
-                f"need more than memory_budget={format_bytes(self.budget_bytes)}. {error}",
+                f"need more than memory_budget={format_bytes(self.capacity.num_bytes)}. {error}",
                 stacklevel=2,
             )
             return
-        for found in (self._fitting, self._peaks, self._plans, self._evaluated):
+        for found in (self._fitting, self._held, self._plans, self._evaluated):
             found.clear()
         logger.info("Other parameters train than the plan was made for, or in another dtype: planning anew.")
         try:
@@ -381,7 +395,7 @@ class RunPlanner:
             "eval_accumulation_steps moves them to the host.",
             *(batch.describe(), format_bytes(found.memory.peak_bytes), format_bytes(found.kept_bytes)),
         )
-        if found.memory.peak_bytes > self.budget_bytes:
+        if found.memory.peak_bytes > self.capacity.reserved_bytes:
             warnings.warn(self._evaluation_advice(batch, found.memory), stacklevel=2)
 
     def _evaluation_advice(self, batch: Batch, memory: StepMemory) -> str:
@@ -393,13 +407,14 @@ class RunPlanner:
         fits = None
         examples = batch.rows // self._rows_per_example
         if examples > 1 and not batch.tensors:
-            fits = largest(peak, self.budget_bytes, start=examples // 2, most=examples - 1)
+            fits = largest(peak, self.capacity.reserved_bytes, start=examples // 2, most=examples - 1)
         what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter rows'}, or raise the budget."
         if fits is not None and fits.number:
-            what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.peak_bytes)})."
+            what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.needed_bytes)})."
         return (
             f"Evaluation of {batch.describe()} needs {format_bytes(memory.peak_bytes)} as predicted, more than "
-            f"memory_budget={format_bytes(self.budget_bytes)}; activation checkpointing does not change it. {what}"
+            f"memory_budget={format_bytes(self.capacity.num_bytes)}{_allows(self.capacity)}; activation checkpointing "
+            f"does not change it. {what}"
         )
 
     def _is_known(self, batch: Batch) -> bool:
@@ -421,51 +436,64 @@ class RunPlanner:
     def _decide(self, batch: Batch) -> _PlanMessage:
         # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
         simulator = self._simulator(batch)
-        before = simulator.prepare()
-        if before is not None and before.peak_bytes > self.budget_bytes:
-            raise cannot_prepare(simulator.step, before, self.budget_bytes)
-        plan, memory = self.plan, simulator.memory(self.plan)
-        plain_bytes, of_plain = 0, 0.0
-        if memory.peak_bytes > self.budget_bytes:
-            plan, memory, plain_bytes, of_plain = self._planned(batch)
-        if before is not None and before.peak_bytes > memory.peak_bytes:
-            return plan.to_json(), before.peak_bytes, f"in the {simulator.step.prepares}", plain_bytes, of_plain
-        return plan.to_json(), memory.peak_bytes, f"in the {memory.peak_at.describe()}", plain_bytes, of_plain
+        plan, verdict = self.plan, simulator.verdict(self.plan, self.capacity)
+        memory, plain_bytes, of_plain = simulator.memory(plan), 0, 0.0
+        if verdict.fit is not Fit.YES:
+            plan, memory, verdict, plain_bytes, of_plain = self._planned(batch)
+        is_before = verdict.peak_bytes > memory.peak_bytes
+        where = f"in the {simulator.step.prepares if is_before else memory.peak_at.describe()}"
+        fits = verdict.fit is Fit.YES
+        return plan.to_json(), verdict.peak_bytes, verdict.needed_bytes, fits, where, plain_bytes, of_plain
 
-    def _planned(self, batch: Batch) -> tuple[Plan, StepMemory, int, float]:
+    def _planned(self, batch: Batch) -> _Planned:
         if not self._is_bounded and (stepped := _rounded_up(batch)) != batch:
             try:
-                return self._planned_for(stepped)
+                if (planned := self._planned_for(stepped)).verdict.fit is Fit.YES:
+                    return planned
             except BudgetError:
-                logger.info("No plan fits %s; planning for %s.", stepped.describe(), batch.describe())
+                pass
+            logger.info("No plan fits %s; planning for %s.", stepped.describe(), batch.describe())
         return self._planned_for(batch)
 
-    def _planned_for(self, batch: Batch) -> tuple[Plan, StepMemory, int, float]:
+    def _planned_for(self, batch: Batch) -> _Planned:
         if batch not in self._plans:
             simulator = self._simulator(batch)
             planner = StepPlanner(simulator, allowed=cap_to_free_memory(self._allowed, self._host_bytes))
-            found = planner.plan_for(self.budget_bytes, compare=True)
+            found = planner.plan_for(self.capacity, compare=True)
             plain: tuple[int, float] = 0, 0.0
             if found.exactness is not None:
-                plain = simulator.memory(None).peak_bytes, found.exactness.of_none
+                without = self.capacity.needed_bytes(simulator.reserved_bytes(None))
+                plain = without, found.exactness.of_none
                 logger.info("The plan for %s is %s.", batch.describe(), found.exactness.describe())
-            self._plans[batch] = restore_user_cap(found.plan, self._allowed), found.memory, *plain
+            plan = restore_user_cap(found.plan, self._allowed)
+            self._plans[batch] = _Planned(plan, found.memory, found.verdict, *plain)
         return self._plans[batch]
+
+
+class _Planned(NamedTuple):
+    """A plan for a batch, and what the step needs without one, with the plan's time as a share of that one's."""
+
+    plan: Plan
+    memory: StepMemory
+    verdict: Verdict
+    plain_bytes: int
+    of_plain: float
+
+
+def _allows(capacity: Capacity) -> str:
+    outside = capacity.num_bytes - capacity.reserved_bytes
+    return f", {format_bytes(outside)} of it for CUDA and a margin" if outside else ""
+
+
+def _with_needed(peak_bytes: int, needed_bytes: int) -> str:
+    """Return a peak, and what it needs with torch's cache, CUDA's context and a margin, where there are any."""
+    peak = format_bytes(peak_bytes)
+    return peak if needed_bytes == peak_bytes else f"{peak}, {format_bytes(needed_bytes)} with torch's cache and CUDA,"
 
 
 def say_fallback(error: Exception) -> None:
     """Say that a run goes on under its fallback, and why it has no plan."""
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
-
-
-def cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> BudgetError:
-    """Return the error about a budget below what comes before the first micro-batch."""
-    return BudgetError(
-        f"No plan fits memory_budget={format_bytes(budget_bytes)}: the {step.prepares} needs "
-        f"{format_bytes(memory.peak_bytes)} as predicted, and activation checkpointing does not change it. Generate "
-        "fewer at a time (per_device_train_batch_size, steps_per_generation) or shorter ones (max_completion_length), "
-        "or raise the budget."
-    )
 
 
 class _BeforeForward:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, STOPPED, leaving_at_ctrl_c
+from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, STOPPED, code_of, leaving_at_ctrl_c
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
     Command,
@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         "Predict the memory and the time of a recipe's optimizer step: whether it fits\n"
         "under its own plan, then a row for that plan, for each mode, and for the\n"
         "fastest plan that fits. Needs no GPU, loads no weights, and trains nothing.",
-        epilog="""exit codes: 0 the recipe fits; 1 it does not, or only perhaps; 2 wrong input;
-130 Ctrl-C
+        epilog="""exit codes: 0 the recipe fits; 1 it does not; 2 wrong input; 3 it fits only
+perhaps; 130 Ctrl-C
 
 examples:
   hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090
@@ -161,7 +161,7 @@ def _run(options: argparse.Namespace) -> int:
         with quiet():
             for found in drawn:
                 _draw(found, document, options, progress)
-    return HOLDS if _is_well(document, options) else FAILS
+    return _code(document, options)
 
 
 def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, drawn: list[Estimate]) -> dict[str, Any]:
@@ -194,12 +194,12 @@ def _text(document: tables.Document, options: argparse.Namespace, *, is_kept: bo
     return (tables.estimate_table if is_kept else tables.closing)(document, is_verbose=options.verbose)
 
 
-def _is_well(document: tables.Document, options: argparse.Namespace) -> bool:
+def _code(document: tables.Document, options: argparse.Namespace) -> int:
     if options.grid:
-        return True
+        return HOLDS
     if options.max_length or options.max_batch:
-        return any(row["number"] for row in document["rows"])
-    return bool(document["fits"])
+        return HOLDS if any(row["number"] for row in document["rows"]) else FAILS
+    return code_of(found["fits"] for found in document["verdicts"])
 
 
 def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
@@ -207,7 +207,7 @@ def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Name
     from hf_ckpt.estimate import estimate as estimates
     from hf_ckpt.estimate.json_documents import estimate_as_json, row_as_json
 
-    names = estimates.QUICK if options.quick else ()
+    names = _quick(options) if options.quick else ()
     progress.total = estimates.num_estimate_rows(subject, devices, names)
     opening: dict[str, Any] = {}
     for found in estimates.growing(subject, devices, progress.say, names):
@@ -216,11 +216,19 @@ def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Name
                 opening = estimate_as_json(found)
                 progress.show(tables.opening(opening))
             for row in found.rows[progress.done :]:
-                text = tables.row_text(opening, row_as_json(found, row), is_verbose=options.verbose)
+                text = tables.row_text(opening, row_as_json(row), is_verbose=options.verbose)
                 if text:
                     progress.show(text)
         progress.done = len(found.rows)
     return found
+
+
+def _quick(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the policies that a quick estimate has, with those of what is allowed besides modes."""
+    from hf_ckpt.estimate.estimate import LEAST, QUICK, SENT
+
+    allowed = () if options.offload is None else (SENT, LEAST) if options.head == "chunked" else (SENT,)
+    return (*QUICK, *allowed)
 
 
 def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:
@@ -241,18 +249,17 @@ def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> 
     """Return what was found for the first device as a page; `words`: of the command that gives it."""
     from hf_ckpt.cli.inspect_report import ledger
     from hf_ckpt.estimate.page import Page
-    from hf_ckpt.estimate.predict import Predictor
 
     device, steps = found.devices[0], found.steps()
     decides = found.decides if found.decides in steps else next(iter(steps))
     return Page(
         title=f"hf-ckpt estimate {found.subject.title}",
-        verdict=" ".join([tables.verdict(document), *tables.advice_on_segments(document)]),
+        verdict=" ".join([tables.verdict(document), *tables.on_cached_blocks(document)]),
         device=device,
         facts=tables.named_facts(document, document["devices"][:1]),
         steps=steps,
         decides=decides,
-        chain=Predictor(found.subject, device).chain,
+        chain=found.predictor.chain,
         ledger=ledger(steps[decides]),
         words=words,
         fits={row["name"]: row["fits"][device.name] for row in document["rows"] if device.name in row.get("fits", {})},

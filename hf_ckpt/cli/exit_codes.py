@@ -6,13 +6,20 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hf_ckpt.cli.shared_options import say
 
-HOLDS, FAILS, WRONG_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
-"""Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C; nobody reads what is printed."""
+HOLDS, FAILS, WRONG_INPUT, PERHAPS, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
+"""Exit codes: all is well; a check failed, or nothing fits; wrong input; it fits only perhaps; Ctrl-C; nobody reads
+what is printed."""
 STOPPED = "Stopped by Ctrl-C."
+
+
+def code_of(fits: Iterable[str]) -> int:
+    """Return the code for what fits on one device or another; see `simulation.fit.Fit`."""
+    found = set(fits)
+    return HOLDS if "yes" in found else PERHAPS if "perhaps" in found else FAILS
 
 
 @contextlib.contextmanager

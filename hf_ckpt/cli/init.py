@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
         "auto: the fastest plan that fits the card it meets. On a terminal, what is left\n"
         "out is asked. With a card it is estimated at once.",
         epilog="""exit codes: 0 it is written; 1 it is written and does not fit the card; 2 wrong
-input, and nothing is written
+input, and nothing is written; 3 it is written and fits only perhaps
 
 example:
   hf-ckpt init Qwen/Qwen3-8B --lora 16 --data rows.jsonl --out my_recipe.yaml \\

@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="""hf-ckpt COMMAND --help says more.
 
 exit codes: 0 all is well; 1 a check of verify failed, or nothing fits;
-  2 wrong input; 130 Ctrl-C
+  2 wrong input; 3 it fits only perhaps; 130 Ctrl-C
 
 examples:
   hf-ckpt estimate llama7b_lora --device rtx4090

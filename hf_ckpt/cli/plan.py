@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.exit_codes import HOLDS, leaving_at_ctrl_c
+from hf_ckpt.cli.exit_codes import code_of, leaving_at_ctrl_c
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
     Command,
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         "Choose, layer by layer, the fastest way to checkpoint a recipe's activations\n"
         "that fits a memory budget, and simulate it whole. Needs no GPU and loads no\nweights.",
-        epilog="""exit codes: 0 there is a plan; 1 none fits; 2 wrong input
+        epilog="""exit codes: 0 there is a plan; 1 none fits; 2 wrong input; 3 one fits perhaps
 
 examples:
   hf-ckpt plan recipes/llama7b_lora.yaml --memory-budget 22GiB
@@ -49,7 +49,7 @@ examples:
         "--memory-budget",
         metavar="AMOUNT",
         help="what the whole step may use, such as 22GiB, or a fraction of the device; the recipe's own, or the "
-        "device's memory less a reserve, if left out",
+        "whole device, if left out; CUDA's context is a part of it",
     )
     parser.add_argument("--device", metavar="NAME", help="such as rtx4090; this machine's GPU if left out")
     add_step_options(parser)
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
         options.out.write_text(json.dumps(document["plan"], indent=1) + "\n", encoding="utf-8")
         say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
     print(tables.json_text(document, options.words) if options.json else tables.plan_text(document))
-    return HOLDS
+    return code_of([document["verdict"]["fits"]])
 
 
 def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argpars
         chain=found.planned.chain,
         ledger=ledger(found.planned.memory),
         words=options.words,
-        fits={AUTO: document["verdict"]["fits"]},
+        fits={row.name: str(verdict.fit) for row in found.rows for verdict in row.verdicts.values()},
     )
     page.write(options.html)
     say(f"Wrote {options.html}")

@@ -14,17 +14,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
+from hf_ckpt.policy.options import TO_CPU, HeadMode, parse_offload
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import find_device
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.step_of_recipe import Subject
-    from hf_ckpt.policy.allowances import Exact
     from hf_ckpt.recipe.recipe import Recipe
 
 _CONFIGS = "accelerate"
@@ -70,13 +70,24 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--exact`, `--accelerate-config`, `--engine` and `--processes` to the parser of a command that predicts."""
+    """Add what a plan may hold, and how the run is launched, to the parser of a command that predicts."""
     parser.add_argument(
         "--exact",
         choices=("prefer", "true", "false"),
         help="prefer: a plan that changes no bit of loss and gradients, if one fits; true: such a plan or none; false: "
         "the fastest plan, which may add sums in another order. The recipe's checkpointing.exact, or prefer, if left "
         "out",
+    )
+    parser.add_argument(
+        "--offload",
+        choices=(TO_CPU,),
+        help="let the planner's choice keep layers' inputs in host memory. The recipe's checkpointing.offload, or "
+        "none, if left out",
+    )
+    parser.add_argument(
+        "--head",
+        choices=[mode.value for mode in HeadMode],
+        help="chunked lets the planner's choice run head and loss in chunks, whatever --exact says; plain forbids it",
     )
     parser.add_argument(
         "--accelerate-config",
@@ -89,15 +100,18 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 
 def subject_asked(recipe: Recipe, options: argparse.Namespace) -> Subject:
-    """Return what is predicted: a recipe, launched as the options say, with `--exact` in place of its own."""
+    """Return what is predicted: a recipe, launched as the options say, which go before its own `checkpointing`."""
     from hf_ckpt.estimate.step_of_recipe import subject_of
 
-    subject = subject_of(recipe, _launch(options))
-    if options.exact is None:
-        return subject
-    exact: Exact = "prefer" if options.exact == "prefer" else options.exact == "true"
-    given = {**subject.command_options, "exact": "--exact"}
-    return replace(subject, allowed=replace(subject.allowed, exact=exact), command_options=given)
+    subject, allowed = subject_of(recipe, _launch(options)), dict[str, Any]()
+    if options.exact is not None:
+        allowed["exact"] = "prefer" if options.exact == "prefer" else options.exact == "true"
+    if options.offload is not None:
+        allowed["offload"] = parse_offload(options.offload)
+    if options.head is not None:
+        allowed["head"] = options.head == HeadMode.CHUNKED
+    given = {**subject.command_options, **{name: f"--{name}" for name in allowed}}
+    return replace(subject, allowed=replace(subject.allowed, **allowed), command_options=given)
 
 
 def count(text: str) -> int:

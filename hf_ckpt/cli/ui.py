@@ -143,7 +143,7 @@ def _answer(model: str, training: Training, device: str) -> Answer:
     document = estimate_as_json(found)
     _, row = next(iter(found.deciding()))
     plan = None if row.memory is None else row.memory.plan
-    advice = "".join(f"\n\n{text}" for text in tables.advice_on_segments(document))
+    advice = "".join(f"\n\n{text}" for text in tables.on_cached_blocks(document))
     return Answer(
         f"{tables.verdict(document)}{advice}",
         row.refusal if plan is None else plan.summary(),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.errors import PolicyError, RecipeError
-from hf_ckpt.estimate.estimate import budget_of
+from hf_ckpt.estimate.estimate import capacity_of_subject
 from hf_ckpt.estimate.max_length_and_batch import largest_fitting, largest_of_all
 from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of, subject_of_model
@@ -20,6 +20,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import parse_budget
@@ -66,8 +67,8 @@ def plan(
 
     Args:
         recipe_or_model: a recipe, the path of one, or a model.
-        memory_budget: `"22GiB"`, or a fraction of the device; the recipe's own, or the device's memory less a reserve,
-            if left out.
+        memory_budget: `"22GiB"`, or a fraction of the device; the recipe's own, or the whole device, if left
+            out.
         device: see `simulate`.
         options: `offload`, `tiles`, `head` and `exact`, which say what a plan may hold, as with policy `"auto"`; the
             recipe's if left out. Fields of a step: see `simulate`.
@@ -82,7 +83,8 @@ def plan(
     of_policy, step = _apart(options)
     subject = _allowing(_subject(recipe_or_model, step), of_policy)
     where = _device(subject, device, memory_budget)
-    chosen: Plan = Predictor(subject, where).planned(_bytes(subject, where, memory_budget)).plan
+    predictor = Predictor(subject, where)
+    chosen: Plan = predictor.planned(_capacity(predictor, memory_budget)).plan
     return chosen
 
 
@@ -112,11 +114,11 @@ def max_length(
     of_policy, step = _apart(options)
     subject = _subject(recipe_or_model, step)
     where = _device(subject, device, memory_budget)
-    budget = _bytes(subject, where, memory_budget)
     if plan == AUTO or (plan is None and is_auto(subject.recipe)):
-        return largest_of_all(Predictor(_allowing(subject, of_policy), where), budget, is_length=True).number
-    chosen = _chosen(subject, plan, of_policy)
-    return largest_fitting(Predictor(subject, where), chosen, budget, is_length=True).number
+        predictor = Predictor(_allowing(subject, of_policy), where)
+        return largest_of_all(predictor, _capacity(predictor, memory_budget), is_length=True).number
+    chosen, predictor = _chosen(subject, plan, of_policy), Predictor(subject, where)
+    return largest_fitting(predictor, chosen, _capacity(predictor, memory_budget), is_length=True).number
 
 
 def _apart(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -173,7 +175,7 @@ def _device(subject: Subject, device: str | Device | None, memory_budget: object
     return found if amount is None or amount <= found.memory_bytes else usual_device_with(amount)
 
 
-def _bytes(subject: Subject, device: Device, memory_budget: object) -> int:
+def _capacity(predictor: Predictor, memory_budget: object) -> Capacity:
     if memory_budget is None:
-        return budget_of(subject, device)
-    return parse_budget(memory_budget).bytes_on(device.memory_bytes, device=device.title)
+        return capacity_of_subject(predictor, predictor.device)
+    return predictor.capacity(predictor.device, parse_budget(memory_budget))

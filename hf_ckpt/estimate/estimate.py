@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.estimate.predict import Predictor, Reserved, room_on
+from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.planner.advice import Exactness
-from hf_ckpt.planner.search import Planned
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.reserve import beyond_reserved, reserve
+from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import Budget, format_bytes
 
 RECIPE = "recipe"
 """Names of the rows of the recipe's own plan and of the planner's."""
 
+SENT, LEAST = "full, offload", "full, offload, tiles, head"
+"""The rows of what keeps layers' inputs on the host, and of all that saves memory."""
+
 FIXED: Mapping[str, Mapping[str, Any]] = {
     **{mode.value: {"policy": mode.value} for mode in Mode},
     "every-2": {"policy": "full", "every_n_layers": 2},
     "segments": {"policy": "full", "segment_size": "sqrt"},
     "segments, nested": {"policy": "full", "segment_size": "sqrt", "nested": True},
-    "full, offload": {"policy": "full", "offload": "cpu"},
-    "full, offload, tiles, head": {"policy": "full", "offload": "cpu", "tiles": "auto", "head": "chunked"},
+    SENT: {"policy": "full", "offload": "cpu"},
+    LEAST: {"policy": "full", "offload": "cpu", "tiles": "auto", "head": "chunked"},
 }
 """Policies that every model is estimated under, by the name of their row; the last needs least of all."""
 
@@ -38,14 +40,13 @@ QUICK = ("none", "full")
 Say = Callable[[str], None]
 
 
-class Fit(StrEnum):
-    """Whether a step fits on a device."""
+@dataclass(frozen=True)
+class CachedBlocks:
+    """What becomes of the blocks that torch caches where a step fits only perhaps."""
 
-    YES = "yes"
-    """What torch holds for it fits next to the most that CUDA's context takes, once it gives back what is unused."""
-    PERHAPS = "perhaps"
-    """What it allocates fits next to the least that the context takes; what torch holds may be in too many pieces."""
-    NO = "no"
+    retries_per_step: int | None = None  # How often each step gives them back; None if that is not enough, or unknown.
+    expandable_bytes: int | None = None
+    """What is reserved with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where the step fits with that."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,25 @@ class Row:
     refusal: str = ""  # Why it cannot be done.
     device: Device | None = None  # The only one that the row is for; None for all.
     exactness: Exactness | None = None  # Of the planner's choice: whether it is bitwise, and the time that takes.
-    reserved: Reserved | None = None  # What torch holds of a CUDA device, where that was asked.
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)  # By device.
+    cached: Mapping[str, CachedBlocks] = field(default_factory=dict)  # On which it fits perhaps, if the row decides.
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What a recipe needs."""
 
-    subject: Subject
+    predictor: Predictor  # Of the first device.
     devices: tuple[Device, ...]  # Those that were asked for; times are the first one's.
     rows: tuple[Row, ...]  # One for each way to checkpoint.
     decides: str  # The name of the row that decides whether the recipe fits.
     evaluation: StepMemory | None = None
     """What a batch of the recipe's evaluation needs, between two steps; None where it does not evaluate."""
+
+    @property
+    def subject(self) -> Subject:
+        """What was estimated."""
+        return self.predictor.subject
 
     def deciding(self) -> Iterator[tuple[Device, Row]]:
         """Yield, for each device, the row that decides whether the recipe fits there."""
@@ -87,21 +94,9 @@ class Estimate:
         return found
 
 
-def fit_of(peak_bytes: int, device: Device, reserved: Reserved | None = None) -> Fit:
-    """Tell whether a peak fits on a device. Where it was not asked what torch reserves, a share is kept for that."""
-    kept_free = reserve(device) if reserved is None else beyond_reserved(device, reserved.num_processes)
-    held_bytes = peak_bytes if reserved is None else max(peak_bytes, reserved.bytes_on(device))
-    if held_bytes + kept_free.high_bytes <= device.memory_bytes:
-        return Fit.YES
-    return Fit.PERHAPS if peak_bytes + kept_free.low_bytes <= device.memory_bytes else Fit.NO
-
-
-def budget_of(subject: Subject, device: Device) -> int:
-    """Return the bytes that a step may use: the recipe's own budget, or the device's memory less the reserve."""
-    own = own_budget(subject)
-    if own is not None:
-        return own.bytes_on(device.memory_bytes, device=device.title)
-    return device.memory_bytes - reserve(device).high_bytes
+def capacity_of_subject(predictor: Predictor, device: Device) -> Capacity:
+    """Return what a plan is chosen for: the recipe's own budget, or the whole device."""
+    return predictor.capacity(device, own_budget(predictor.subject))
 
 
 def own_budget(subject: Subject) -> Budget | None:
@@ -110,30 +105,6 @@ def own_budget(subject: Subject) -> Budget | None:
     if checkpointing is None or checkpointing.budget is None:
         return None
     return replace(checkpointing.budget, key="checkpointing.memory_budget")
-
-
-def planned_on(predictor: Predictor, device: Device, say: Say) -> tuple[Planned, int]:
-    """Return the fastest plan that fits a device, and the budget that it was chosen within.
-
-    Where none leaves the whole reserve free, one will do for which what torch reserves fits next to CUDA's context.
-
-    Raises:
-        BudgetError: none fits.
-    """
-    subject = predictor.subject
-    budget = budget_of(subject, device)
-    found = predictor.fitting(budget)
-    if found is not None:
-        return found, budget
-    if device.is_cuda and own_budget(subject) is None:
-        wider = room_on(device, subject.step.sharding.world_size)
-        found = predictor.fitting(wider)
-        if found is not None:
-            reserved = predictor.reserved(found.plan, [device])
-            if fit_of(found.memory.peak_bytes, device, reserved) is Fit.YES:
-                return found, wider
-    # Raises, and says what would fit.
-    return predictor.planned(budget, say, compare=True), budget
 
 
 def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Estimate:
@@ -153,10 +124,10 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
     planned = (_auto(predictor, device, say) for device in devices)
     rows = tuple(planned) if decides == AUTO else (_own(predictor, devices, say),)
     say("Simulating an evaluation ...")
-    found = Estimate(subject, tuple(devices), rows, decides, predictor.evaluation())
+    found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation())
     yield found
     # Nothing is left of the planner's rows where they were first.
-    for row in chain(_fixed(predictor, devices, say, names or tuple(FIXED)), planned):
+    for row in chain(fixed_rows(predictor, devices, say, names or tuple(FIXED)), planned):
         found = replace(found, rows=(*found.rows, row))
         yield found
 
@@ -168,11 +139,35 @@ def num_estimate_rows(subject: Subject, devices: Sequence[Device], names: Sequen
 
 def _own(predictor: Predictor, devices: Sequence[Device], say: Say) -> Row:
     say(f"Simulating {predictor.subject.title} ...")
-    plan = predictor.subject.plan
-    return Row(RECIPE, predictor.memory(plan), reserved=predictor.reserved(plan, devices, with_expandable=True))
+    return judged(predictor, RECIPE, predictor.subject.plan, devices, decides=True)
 
 
-def _fixed(predictor: Predictor, devices: Sequence[Device], say: Say, names: Sequence[str]) -> Iterator[Row]:
+def judged(
+    predictor: Predictor, name: str, plan: Plan | None, devices: Sequence[Device], *, decides: bool = False
+) -> Row:
+    """Return the row of a plan, with whether it fits each device."""
+    verdicts = {device.name: predictor.verdict(plan, predictor.capacity(device)) for device in devices}
+    perhaps = [device for device in devices if decides and verdicts[device.name].fit is Fit.PERHAPS]
+    cached = {device.name: _cached_blocks(predictor, plan, device) for device in perhaps}
+    return Row(name, predictor.memory(plan), verdicts=verdicts, cached=cached)
+
+
+def _cached_blocks(predictor: Predictor, plan: Plan | None, device: Device) -> CachedBlocks:
+    """Return what becomes of cached blocks where a step fits a device only perhaps."""
+    capacity = predictor.capacity(device)
+    held = predictor.held_within(plan, capacity)
+    if held is None:
+        return CachedBlocks()
+    expandable = predictor.with_expandable_segments(plan)
+    is_enough = capacity.fit(expandable, expandable) is Fit.YES
+    retries = held.retries_per_step if held.num_bytes <= capacity.reserved_bytes else None
+    return CachedBlocks(retries, expandable if is_enough else None)
+
+
+def fixed_rows(
+    predictor: Predictor, devices: Sequence[Device], say: Say, names: Sequence[str] = tuple(FIXED)
+) -> Iterator[Row]:
+    """Yield a row for each policy that a user would write."""
     for name in names:
         try:
             plan = predictor.subject.resolve(**FIXED[name])
@@ -180,7 +175,7 @@ def _fixed(predictor: Predictor, devices: Sequence[Device], say: Say, names: Seq
             yield Row(name, None, str(error))
             continue
         say(f"Simulating {name} ...")
-        yield Row(name, predictor.memory(plan), reserved=predictor.reserved(plan, devices))
+        yield judged(predictor, name, plan, devices)
 
 
 def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
@@ -188,15 +183,16 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
 
     Where the weights alone exceed a card, no plan is searched for: the other rows tell what would do.
     """
+    capacity = capacity_of_subject(predictor, device)
     if own_budget(predictor.subject) is None and (weights := predictor.weights_and_gradients) > device.memory_bytes:
-        return Row(AUTO, None, _no_room_for(weights, budget_of(predictor.subject, device)), device)
+        return Row(AUTO, None, _no_room_for(weights, capacity.num_bytes), device)
     say(_first_verdict(predictor, device))
     try:
-        planned, _ = planned_on(predictor, device, say)
+        planned = predictor.planned(capacity, say, compare=True)
     except BudgetError as error:
         return Row(AUTO, None, str(error), device)
-    reserved = predictor.reserved(planned.plan, [device], with_expandable=True)
-    return Row(AUTO, planned.memory, device=device, exactness=planned.exactness, reserved=reserved)
+    row = judged(predictor, AUTO, planned.plan, [device], decides=True)
+    return replace(row, memory=planned.memory, device=device, exactness=planned.exactness)
 
 
 def _no_room_for(weights_bytes: int, budget_bytes: int) -> str:
@@ -211,12 +207,12 @@ def _first_verdict(predictor: Predictor, device: Device) -> str:
     """Return what is known before plans are compared: where `full`, which the planner may choose, fits, a plan does."""
     planning = f"Planning for {device.name} ..."
     try:
-        full = predictor.memory(predictor.subject.resolve(Mode.FULL))
+        full = predictor.verdict(predictor.subject.resolve(Mode.FULL), capacity_of_subject(predictor, device))
     except HFCkptError:
         return planning
-    if full.peak_bytes > budget_of(predictor.subject, device):
+    if full.fit is not Fit.YES:
         return planning
     of = format_bytes(device.memory_bytes)
     return (
-        f"Fits on {device.name}: full needs {format_bytes(full.peak_bytes)} of {of}. Planning for what is fastest ..."
+        f"Fits on {device.name}: full needs {format_bytes(full.needed_bytes)} of {of}. Planning for what is fastest ..."
     )

@@ -6,32 +6,33 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from hf_ckpt.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
-from hf_ckpt.estimate.predict import Reserved
+from hf_ckpt.estimate.estimate import Estimate, Row, capacity_of_subject
+from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.simulation.devices import Device, this_device
-from hf_ckpt.simulation.reserve import context, reserve
+from hf_ckpt.simulation.fit import Capacity, Fit, judge
 from hf_ckpt.simulation.step_memory import StepMemory
 
 
 def estimate_as_json(found: Estimate) -> dict[str, Any]:
     """Return an estimate as JSON types."""
-    verdicts = [
-        verdict_as_json(device, row.memory, found.evaluation, row.reserved, row.refusal)
-        for device, row in found.deciding()
-    ]
+    verdicts = [verdict_as_json(found.predictor, device, row, found.evaluation) for device, row in found.deciding()]
     return {
         "recipe": found.subject.title,
-        # On at least one of the devices, whatever the reserve is.
+        # On at least one of the devices.
         "fits": any(verdict["fits"] == Fit.YES for verdict in verdicts),
         "decides": found.decides,
         "verdicts": verdicts,
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         "devices": [
-            {**device_as_json(device), "budget_bytes": budget_of(found.subject, device)} for device in found.devices
+            {
+                **device_as_json(device, found.predictor.capacity(device)),
+                "budget_bytes": capacity_of_subject(found.predictor, device).num_bytes,
+            }
+            for device in found.devices
         ],
-        "rows": [row_as_json(found, row) for row in found.rows],
+        "rows": [row_as_json(row) for row in found.rows],
         "evaluation": None if found.evaluation is None else memory_as_json(found.evaluation),
         "host": [
             {"device": device.name, "needed_bytes": needed, "free_bytes": _free_host_bytes(found, device)}
@@ -41,7 +42,7 @@ def estimate_as_json(found: Estimate) -> dict[str, Any]:
     }
 
 
-def row_as_json(found: Estimate, row: Row) -> dict[str, Any]:
+def row_as_json(row: Row) -> dict[str, Any]:
     """Return a row of an estimate as JSON types."""
     read: dict[str, Any] = {"name": row.name, "refusal": row.refusal}
     if row.device is not None:
@@ -49,20 +50,16 @@ def row_as_json(found: Estimate, row: Row) -> dict[str, Any]:
     if row.exactness is not None:
         read["exactness"] = exactness_as_json(row.exactness)
     if row.memory is not None:
-        devices = [device for device in found.devices if row.device in (None, device)]
         read |= memory_as_json(row.memory)
-        read["reserved_bytes"] = None if row.reserved is None else row.reserved.num_bytes
-        read["fits"] = {device.name: str(fit_of(row.memory.peak_bytes, device, row.reserved)) for device in devices}
+        # On a device where not even the peak has room the allocator is not played.
+        read["reserved_bytes"] = max(verdict.reserved_bytes for verdict in row.verdicts.values())
+        read["fits"] = {name: str(verdict.fit) for name, verdict in row.verdicts.items()}
         read["plan"] = None if row.memory.plan is None else json.loads(row.memory.plan.to_json())
     return read
 
 
 def verdict_as_json(
-    device: Device,
-    memory: StepMemory | None,
-    evaluation: StepMemory | None,
-    reserved: Reserved | None = None,
-    refusal: str = "",
+    predictor: Predictor, device: Device, row: Row, evaluation: StepMemory | None = None
 ) -> dict[str, Any]:
     """Return whether a run fits on a device: its steps, and its evaluation between them."""
     read: dict[str, Any] = {
@@ -70,26 +67,24 @@ def verdict_as_json(
         "fits": str(Fit.NO),
         "peak_bytes": None,
         "is_evaluation": False,
-        "refusal": refusal,
+        "refusal": row.refusal,
     }
-    if memory is None:
+    if row.memory is None:
         return read
-    peak = max(memory.peak_bytes, 0 if evaluation is None else evaluation.peak_bytes)
+    capacity, step = predictor.capacity(device), row.verdicts[device.name]
+    more = 0 if evaluation is None else evaluation.peak_bytes
+    verdict = judge(max(step.peak_bytes, more), step.reserved_bytes, capacity)
     read |= {
-        "fits": str(fit_of(peak, device, reserved)),
-        "peak_bytes": peak,
-        "is_evaluation": peak > memory.peak_bytes,
+        "fits": str(verdict.fit),
+        "peak_bytes": verdict.peak_bytes,
+        "needed_bytes": verdict.needed_bytes,
+        "is_evaluation": more > step.peak_bytes,
     }
-    if reserved is not None:
-        outside = context(device, reserved.num_processes)
-        held = max(peak, reserved.bytes_on(device))
-        read |= {
-            "reserved_bytes": max(peak, reserved.num_bytes),
-            "expandable_bytes": reserved.expandable_bytes,
-            "nvidia_smi_bytes": [held + outside.low_bytes, held + outside.high_bytes],
-        }
-        if device.name in reserved.within:
-            read["retries_per_step"] = reserved.within[device.name].retries_per_step
+    if device.is_cuda:
+        smi = [verdict.reserved_bytes + outside for outside in capacity.outside]
+        read |= {"reserved_bytes": verdict.reserved_bytes, "nvidia_smi_bytes": smi}
+    if (cached := row.cached.get(device.name)) is not None:
+        read |= asdict(cached)
     return read
 
 
@@ -117,15 +112,15 @@ def exactness_as_json(exactness: Exactness) -> dict[str, Any]:
     }
 
 
-def device_as_json(device: Device) -> dict[str, Any]:
+def device_as_json(device: Device, capacity: Capacity) -> dict[str, Any]:
     """Return a device as JSON types, with what it has besides a step."""
-    kept = reserve(device)
     return {
         "name": device.name,
         "title": device.title,
         "memory_bytes": device.memory_bytes,
-        "reserve_bytes": [kept.low_bytes, kept.high_bytes],
-        "reserve_for": [item.name for item in kept.items],
+        "outside_bytes": list(capacity.outside),
+        "outside": "CUDA's context" if device.is_cuda else "the process",
+        "margin_bytes": capacity.margin_bytes,
         "attention": device.describe_attention(),
     }
 

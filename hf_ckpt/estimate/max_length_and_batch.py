@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.estimate.estimate import RECIPE, Say, budget_of, fit_of
+from hf_ckpt.estimate.estimate import RECIPE, Say, capacity_of_subject
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
@@ -19,15 +19,15 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO, REVOLVE
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.simulation.step_memory import StepMemory
 
 _MOST_TOKENS = 2**22
 _MOST_ROWS = 4096
 
 
 def largest_fitting(
-    predictor: Predictor, plan: Plan | None, budget_bytes: int, *, is_length: bool, host_bytes: int | None = None
+    predictor: Predictor, plan: Plan | None, capacity: Capacity, *, is_length: bool, host_bytes: int | None = None
 ) -> Limit:
     """Return the longest row that fits, in tokens, or the largest micro-batch, in rows.
 
@@ -35,19 +35,22 @@ def largest_fitting(
     """
     step, resized = predictor.subject.step, with_length if is_length else with_rows
 
-    def peak(number: int) -> int:
-        return _peak_within_host(predictor.memory(plan, resized(step, number)), budget_bytes, host_bytes)
+    def needed(number: int) -> int:
+        return _needed_within_host(predictor, plan, resized(step, number), capacity, host_bytes)
 
     if not is_length:
-        return largest(peak, budget_bytes, start=step.batch_size, most=_MOST_ROWS)
+        return largest(needed, capacity.num_bytes, start=step.batch_size, most=_MOST_ROWS)
     most = predictor.subject.longest or _MOST_TOKENS
-    return largest(peak, budget_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_MULTIPLE, most))
+    return largest(needed, capacity.num_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_MULTIPLE, most))
 
 
-def _peak_within_host(memory: StepMemory, budget_bytes: int, host_bytes: int | None) -> int:
-    """Return a step's peak; more than the budget where the host has not enough."""
-    fits_host = host_bytes is None or memory.host_bytes <= host_bytes
-    return memory.peak_bytes if fits_host else max(memory.peak_bytes, 2 * budget_bytes)
+def _needed_within_host(
+    predictor: Predictor, plan: Plan | None, step: Step, capacity: Capacity, host_bytes: int | None
+) -> int:
+    """Return what a step needs; more than there is where the host has not enough."""
+    verdict = predictor.verdict(plan, capacity, step)
+    fits_host = host_bytes is None or predictor.memory(plan, step).host_bytes <= host_bytes
+    return verdict.needed_bytes if fits_host else max(verdict.needed_bytes, 2 * capacity.num_bytes)
 
 
 def with_length(step: Step, length: int) -> Step:
@@ -68,24 +71,29 @@ _SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the layers that offload, where there is a cap on host memory."""
 
 
-def largest_of_all(predictor: Predictor, budget_bytes: int, *, is_length: bool) -> Limit:
+def largest_of_all(predictor: Predictor, capacity: Capacity, *, is_length: bool) -> Limit:
     """Return the longest row or the largest micro-batch that fits under one of the plans that need least."""
+    return _largest_with_plan(predictor, capacity, is_length=is_length)[0]
+
+
+def _largest_with_plan(predictor: Predictor, capacity: Capacity, *, is_length: bool) -> tuple[Limit, Plan]:
     resized, unit = (with_length, LENGTH_MULTIPLE) if is_length else (with_rows, 1)
     subject = predictor.subject
     host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
-    first, *others = leanest_plans(subject)
-    found = largest_fitting(predictor, first, budget_bytes, is_length=is_length, host_bytes=host_bytes)
+    best, *others = leanest_plans(subject)
+    found = largest_fitting(predictor, best, capacity, is_length=is_length, host_bytes=host_bytes)
     for plan in others:
         if found.is_bound:
             break
         if found.number:
             # One simulation tells whether a search would find more.
-            larger = predictor.memory(plan, resized(subject.step, found.number + unit))
-            if _peak_within_host(larger, budget_bytes, host_bytes) > budget_bytes:
+            larger = resized(subject.step, found.number + unit)
+            if _needed_within_host(predictor, plan, larger, capacity, host_bytes) > capacity.num_bytes:
                 continue
-        limit = largest_fitting(predictor, plan, budget_bytes, is_length=is_length, host_bytes=host_bytes)
-        found = max(found, limit, key=lambda each: each.number)
-    return found
+        limit = largest_fitting(predictor, plan, capacity, is_length=is_length, host_bytes=host_bytes)
+        if limit.number > found.number:
+            found, best = limit, plan
+    return found, best
 
 
 def leanest_plans(subject: Subject) -> Iterator[Plan]:
@@ -141,22 +149,25 @@ def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: boo
 
 def _fitting_on(predictor: Predictor, device: Device, *, is_length: bool, say: Say) -> Iterator[dict[str, Any]]:
     """Yield what fits on one device, plan by plan."""
-    budget = budget_of(predictor.subject, device)
+    capacity = capacity_of_subject(predictor, device)
     if is_auto(predictor.subject.recipe):
         say(f"Searching what fits on {device.name}: {AUTO} ...")
-        yield _row(device, AUTO, budget, largest_of_all(predictor, budget, is_length=is_length))
+        limit, best = _largest_with_plan(predictor, capacity, is_length=is_length)
+        resized = with_length if is_length else with_rows
+        memory = predictor.memory(best, resized(predictor.subject.step, max(1, limit.number)))
+        yield {**_row(device, AUTO, capacity, limit), "host_bytes": memory.host_bytes if limit.number else 0}
     for name, plan in _plans(predictor.subject):
         say(f"Searching what fits on {device.name}: {name} ...")
-        yield _row(device, name, budget, largest_fitting(predictor, plan, budget, is_length=is_length))
+        yield _row(device, name, capacity, largest_fitting(predictor, plan, capacity, is_length=is_length))
 
 
-def _row(device: Device, plan: str, budget_bytes: int, limit: Limit) -> dict[str, Any]:
+def _row(device: Device, plan: str, capacity: Capacity, limit: Limit) -> dict[str, Any]:
     return {
         "device": device.name,
         "plan": plan,
-        "budget_bytes": budget_bytes,
+        "budget_bytes": capacity.num_bytes,
         "number": limit.number,
-        "peak_bytes": limit.peak_bytes,
+        "needed_bytes": limit.needed_bytes,
         "is_bound": limit.is_bound,
     }
 
@@ -187,13 +198,13 @@ def grids(predictor: Predictor, say: Say) -> dict[str, Any]:
 
 
 def _peaks(predictor: Predictor, name: str, plan: Plan | None, say: Say) -> Iterator[dict[str, Any]]:
-    step = predictor.subject.step
+    step, capacity = predictor.subject.step, predictor.capacity(predictor.device)
     for length in _lengths(step.seq_length, predictor.subject.longest):
         for rows in _powers(step.batch_size):
             say(f"Simulating {name}: {rows} x {length:,} tokens ...")
-            peak = predictor.memory(plan, with_rows(with_length(step, length), rows)).peak_bytes
-            fits = str(fit_of(peak, predictor.device))
-            yield {"seq_length": length, "batch_size": rows, "peak_bytes": peak, "fits": fits}
+            verdict = predictor.verdict(plan, capacity, with_rows(with_length(step, length), rows))
+            fits = str(verdict.fit)
+            yield {"seq_length": length, "batch_size": rows, "peak_bytes": verdict.peak_bytes, "fits": fits}
 
 
 def _lengths(own: int, longest: int | None) -> list[int]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_ckpt.estimate.estimate import Fit, fit_of
 from hf_ckpt.estimate.pictures import frontier
 from hf_ckpt.estimate.tables import FIT_WORDS, format_seconds, versions
 from hf_ckpt.html_svg import element, escape, html_table, svg
@@ -37,7 +36,7 @@ class Page:
     chain: Chain  # The step as the planner saw it.
     ledger: Iterable[str]  # What layers hold from forward to backward, as text.
     words: Sequence[str]  # Of the command.
-    fits: Mapping[str, str] = field(default_factory=dict)  # Whether rows fit, where that is known; see `Fit`.
+    fits: Mapping[str, str]  # Whether rows fit; see `Fit`.
 
     def write(self, path: Path) -> None:
         """Write the page to a file."""
@@ -92,16 +91,13 @@ class Page:
 
     def _said(self, name: str, step: StepMemory) -> str:
         peak, seconds = format_bytes(step.peak_bytes), format_seconds(step.time.total)
-        return f"{name}: peak {peak}, a step in {seconds}; it {FIT_WORDS[self._fit(name, step)]}"
-
-    def _fit(self, name: str, step: StepMemory) -> Fit:
-        return Fit(self.fits.get(name) or fit_of(step.peak_bytes, self.device))
+        return f"{name}: peak {peak}, a step in {seconds}; it {FIT_WORDS[self.fits[name]]}"
 
     def _rows(self) -> str:
         header = element("tr", *(element("th", name, scope="col") for name in ("plan", "peak", "step", "fits")))
         lines = [header]
         for number, (name, step) in enumerate(self.steps.items()):
-            cells = (name, format_bytes(step.peak_bytes), format_seconds(step.time.total), self._fit(name, step).value)
+            cells = (name, format_bytes(step.peak_bytes), format_seconds(step.time.total), self.fits[name])
             lines.append(element("tr", *(element("td", escape(cell)) for cell in cells), data_row=number))
         return element("div", element("table", *lines), class_="wide rows")
 

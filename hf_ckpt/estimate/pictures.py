@@ -26,7 +26,7 @@ _PANELS = (RECIPE, "none", "full", "selective", "segments", AUTO)
 def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
     """Draw three pictures and yield their files: `path`, and the same with `-frontier` and `-checkpoints`."""
     subject, device = found.subject, found.devices[0]
-    steps, predictor = found.steps(), Predictor(subject, device)
+    steps, predictor = found.steps(), found.predictor
     title = _title(subject, device)
     shown = {name: steps[name] for name in _PANELS if name in steps}
     draw_steps(shown, path, title=title, limit_bytes=device.memory_bytes)

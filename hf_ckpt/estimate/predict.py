@@ -6,10 +6,9 @@ What was simulated once is not simulated again: a plan's memory is the same unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from hf_ckpt.auto.replan import cannot_prepare
 from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of
 from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.planner.chain import Chain
@@ -23,29 +22,11 @@ from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.simulation.caching_allocator import Held
 from hf_ckpt.simulation.devices import CPU, Device, find_device, this_device
-from hf_ckpt.simulation.reserve import context
+from hf_ckpt.simulation.fit import Capacity, Verdict, capacity_of
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
-
-
-@dataclass(frozen=True)
-class Reserved:
-    """What torch's allocator holds of a CUDA device: `torch.cuda.max_memory_reserved`."""
-
-    num_bytes: int  # Where there is room for all.
-    num_processes: int = 1  # Each on a device of its own.
-    expandable_bytes: int | None = None  # With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where that was asked.
-    within: Mapping[str, Held] = field(default_factory=dict)  # Of the devices with less room for it, by name.
-
-    def bytes_on(self, device: Device) -> int:
-        """Return what it holds of a device, where it may have to give back what it holds unused."""
-        return self.within[device.name].num_bytes if device.name in self.within else self.num_bytes
-
-
-def room_on(device: Device, num_processes: int) -> int:
-    """Return the bytes that a device has for torch's allocator next to the most that CUDA's context takes."""
-    return device.memory_bytes - context(device, num_processes).high_bytes
+from hf_ckpt.units import Budget
 
 
 @dataclass
@@ -68,25 +49,23 @@ class Predictor:
         found = timeline.bytes_by_category
         return 0 if moment is None else sum(found[each][moment] for each in _LASTING if each in found)
 
-    def reserved(
-        self, plan: Plan | None, devices: Sequence[Device], *, with_expandable: bool = False
-    ) -> Reserved | None:
-        """Return what torch's allocator holds of devices under a plan.
+    def capacity(self, device: Device, budget: Budget | None = None) -> Capacity:
+        """Return what there is for each process: a device, or a budget of it."""
+        num_bytes = None if budget is None else budget.bytes_on(device.memory_bytes, device=device.title)
+        return capacity_of(device, self.subject.step.sharding.world_size, num_bytes)
 
-        None on a CPU, and where there is more than the step.
-        """
-        if not self.device.is_cuda or self.subject.step.prepares:
-            return None
-        num_processes, wanted = self.subject.step.sharding.world_size, self._simulator.reserved_bytes(plan)
-        expandable = self._simulator.reserved_bytes(plan, expands=True) if with_expandable else None
-        peak = self.memory(plan).peak_bytes
-        within = {
-            device.name: self._simulator.held_within(plan, room)
-            for device in devices
-            # What is allocated may have no room by itself.
-            if peak <= (room := room_on(device, num_processes)) < wanted
-        }
-        return Reserved(wanted, num_processes, expandable, within)
+    def verdict(self, plan: Plan | None, capacity: Capacity, step: Step | None = None) -> Verdict:
+        """Return whether a step fits: the subject's own, or another one."""
+        return self._simulator.with_step(step or self.subject.step).verdict(plan, capacity)
+
+    def with_expandable_segments(self, plan: Plan | None) -> int:
+        """Return what torch reserves with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
+        return self._simulator.reserved_bytes(plan, expands=True)
+
+    def held_within(self, plan: Plan | None, capacity: Capacity) -> Held | None:
+        """Return what torch holds where it has to give back what it holds unused; None where that is not played."""
+        is_played = self.device.is_cuda and not self.subject.step.prepares
+        return self._simulator.held_within(plan, capacity.reserved_bytes) if is_played else None
 
     def evaluation(self) -> StepMemory | None:
         """Return what a batch of the recipe's evaluation needs; None where it does not evaluate."""
@@ -101,22 +80,12 @@ class Predictor:
         """What each layer costs under each option."""
         return self._planner.chain
 
-    def planned(self, budget_bytes: int, say: Callable[[str], None] | None = None, *, compare: bool = False) -> Planned:
-        """Return the fastest plan that fits a budget. See `StepPlanner.plan_for`."""
-        before = self._simulator.prepare()
-        if before is not None and before.peak_bytes > budget_bytes:
-            raise cannot_prepare(self.subject.step, before, budget_bytes)
-        write = partial(written, self.subject)
-        found = self._planner.plan_for(budget_bytes, compare=compare, write=write, say=say)
-        return replace(found, memory=_with_preparation(found.memory, before))
-
-    def fitting(self, budget_bytes: int) -> Planned | None:
-        """Return the fastest plan that fits a budget, compared with others; None where nothing fits."""
-        before = self._simulator.prepare()
-        if before is not None and before.peak_bytes > budget_bytes:
-            return None
-        found = self._planner.fitting(budget_bytes, compare=True)
-        return None if found is None else replace(found, memory=_with_preparation(found.memory, before))
+    def planned(
+        self, capacity: Capacity, say: Callable[[str], None] | None = None, *, compare: bool = False
+    ) -> Planned:
+        """Return the fastest plan that fits. See `StepPlanner.plan_for`."""
+        found = self._planner.plan_for(capacity, compare=compare, write=partial(written, self.subject), say=say)
+        return replace(found, memory=_with_preparation(found.memory, self._simulator.prepare()))
 
     @cached_property
     def _simulator(self) -> StepSimulator:

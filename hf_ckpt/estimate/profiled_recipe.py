@@ -26,8 +26,8 @@ from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import Profile, profile_step
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.simulation.optimizers import make_optimizer
-from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.simulation.step import make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
@@ -55,8 +55,9 @@ def measure(
     subject = replace(subject, step=replace(subject.step, gradient_accumulation_steps=1))
     say("Measuring the device ...")
     device = calibrate()
-    predicted = Predictor(subject, device).memory(subject.plan)
-    _check_room(subject, device, predicted)
+    predictor = Predictor(subject, device)
+    predicted = predictor.memory(subject.plan)
+    _check_room(predictor, predicted)
     say(f"Building {subject.class_name} ...")
     place = torch.device("cuda" if device.is_cuda else "cpu")
     model, inputs, loss_of = _running(recipe, subject, place, folder)
@@ -82,7 +83,13 @@ def measure(
 def text(found: Measured) -> str:
     """Return what was measured and predicted as text."""
     parts = [f"hf-ckpt profile {found.subject.title}"]
-    parts += facts([*found.subject.facts, *facts_of(device_as_json(found.device)), *_rates(found.device)])
+    parts += facts(
+        [
+            *found.subject.facts,
+            *facts_of(device_as_json(found.device, capacity_of(found.device))),
+            *_rates(found.device),
+        ]
+    )
     return "\n".join([*parts, "", found.profile.table(), "", *_beside(found)])
 
 
@@ -106,8 +113,9 @@ def profile_as_json(found: Measured) -> dict[str, Any]:
     }
 
 
-def _check_room(subject: Subject, device: Device, predicted: StepMemory) -> None:
-    free = device.memory_bytes - reserve(device).low_bytes if device.is_cuda else _free_host_bytes(device)
+def _check_room(predictor: Predictor, predicted: StepMemory) -> None:
+    subject, device = predictor.subject, predictor.device
+    free = predictor.capacity(device).allocated_bytes if device.is_cuda else _free_host_bytes(device)
     if predicted.peak_bytes > free:
         raise RecipeError(
             f"A step of {subject.title} needs {format_bytes(predicted.peak_bytes)}, and {device.title} has "

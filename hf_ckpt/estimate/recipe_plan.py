@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_ckpt.errors import BudgetError, HFCkptError, RecipeError, UnsupportedError
-from hf_ckpt.estimate.estimate import FIXED, budget_of, planned_on
+from hf_ckpt.errors import BudgetError, RecipeError, UnsupportedError
+from hf_ckpt.estimate.estimate import Row, capacity_of_subject, fixed_rows, judged, own_budget
 from hf_ckpt.estimate.json_documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
+from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
 from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import NO_DEVICE, Device, find_device, this_device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import Budget, format_bytes
 
@@ -27,17 +28,31 @@ from hf_ckpt.units import Budget, format_bytes
 class PlannedRecipe:
     """The plan of a recipe for a budget."""
 
-    subject: Subject
-    device: Device  # Whose speed was taken.
-    budget_bytes: int
+    predictor: Predictor
+    capacity: Capacity
     planned: Planned
-    fixed: dict[str, StepMemory]  # What it needs under fixed modes that were simulated too.
+    row: Row  # Of the plan.
+    fixed: tuple[Row, ...]  # Of fixed modes that were simulated too.
     evaluation: StepMemory | None = None  # What a batch of its evaluation needs; None where it does not evaluate.
-    reserved: Reserved | None = None  # What torch holds of a CUDA device.
+
+    @property
+    def subject(self) -> Subject:
+        """What was planned for."""
+        return self.predictor.subject
+
+    @property
+    def device(self) -> Device:
+        """The one whose speed was taken."""
+        return self.predictor.device
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that were simulated."""
+        return (*self.fixed, self.row)
 
     def steps(self) -> dict[str, StepMemory]:
         """Return the simulated steps by name."""
-        return {**self.fixed, AUTO: self.planned.memory}
+        return {row.name: row.memory for row in self.rows if row.memory is not None}
 
 
 def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> tuple[Device, str]:
@@ -66,40 +81,17 @@ def plan_recipe(
     """Return the fastest plan that fits.
 
     `device`: whose speed is taken, and whose memory where the budget is none or a fraction. `budget`: what the step may
-    use; None takes the recipe's, or the device's memory less its reserve.
+    use; None takes the recipe's, or the whole device.
     """
     if budget is not None:
         subject = replace(subject, command_options={**subject.command_options, "memory_budget": budget.key})
     predictor = Predictor(subject, device)
+    capacity = predictor.capacity(device, budget or own_budget(subject))
     say("Simulating and planning ...")
-    if budget is None:
-        found, num_bytes = planned_on(predictor, device, say)
-    else:
-        num_bytes = budget.bytes_on(device.memory_bytes, device=device.title)
-        found = predictor.planned(num_bytes, say, compare=True)
-    fixed = _fixed(predictor, say) if with_fixed else {}
-    return PlannedRecipe(
-        subject,
-        device,
-        num_bytes,
-        found,
-        fixed,
-        predictor.evaluation(),
-        predictor.reserved(found.plan, [device], with_expandable=True),
-    )
-
-
-def _fixed(predictor: Predictor, say: Callable[[str], None]) -> dict[str, StepMemory]:
-    found = {}
-    for name, options in FIXED.items():
-        try:
-            plan = predictor.subject.resolve(**options)
-        except HFCkptError:
-            # The model has no such part.
-            continue
-        say(f"Simulating {name} ...")
-        found[name] = predictor.memory(plan)
-    return found
+    found = predictor.planned(capacity, say, compare=True)
+    fixed = tuple(fixed_rows(predictor, [device], say)) if with_fixed else ()
+    row = replace(judged(predictor, AUTO, found.plan, [device], decides=True), memory=found.memory)
+    return PlannedRecipe(predictor, capacity, found, row, fixed, predictor.evaluation())
 
 
 def plan_as_json(found: PlannedRecipe, assumed: str) -> dict[str, Any]:
@@ -109,9 +101,9 @@ def plan_as_json(found: PlannedRecipe, assumed: str) -> dict[str, Any]:
         "recipe": found.subject.title,
         "device": found.device.name,
         "device_was_assumed": assumed,
-        "card": device_as_json(found.device),
-        "budget_bytes": found.budget_bytes,
-        "verdict": verdict_as_json(found.device, memory, found.evaluation, found.reserved),
+        "card": device_as_json(found.device, found.predictor.capacity(found.device)),
+        "budget_bytes": found.capacity.num_bytes,
+        "verdict": verdict_as_json(found.predictor, found.device, found.row, found.evaluation),
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         **memory_as_json(memory),
         "exactness": None if exactness is None else exactness_as_json(exactness),
@@ -147,11 +139,12 @@ def _plan_for_first_of(devices: Sequence[Device], subject: Subject) -> tuple[Pla
         BudgetError: that of the last device.
     """
     first, *larger = devices
-    budget = budget_of(subject, first)
+    predictor = Predictor(subject, first)
+    capacity = capacity_of_subject(predictor, first)
     try:
-        plan = Predictor(subject, first).planned(budget).plan
+        plan = predictor.planned(capacity).plan
     except BudgetError:
         if not larger:
             raise
         return _plan_for_first_of(larger, subject)
-    return plan, f"the plan for {format_bytes(budget)} of {first.title}"
+    return plan, f"the plan for {format_bytes(capacity.num_bytes)} of {first.title}"

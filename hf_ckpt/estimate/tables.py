@@ -72,12 +72,12 @@ def columns(rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> Itera
 
 def facts_of(device: Document) -> list[tuple[str, str]]:
     """Return rows of `facts`: a device in words, with what it has besides a step, and which attention it runs."""
-    low, high = device["reserve_bytes"]
+    margin = f", and {format_bytes(device['margin_bytes'])} a margin" if device["margin_bytes"] else ""
     rows = [
         (
             "device",
-            f"{device['title']}, {format_bytes(device['memory_bytes'])}, of which {_range(low, high)} are left for "
-            f"{', '.join(device['reserve_for'])}",
+            f"{device['title']}, {format_bytes(device['memory_bytes'])}, of which {_range(*device['outside_bytes'])} "
+            f"are {device['outside']}{margin}",
         )
     ]
     attention = device["attention"]
@@ -159,7 +159,8 @@ def verdict(document: Document) -> str:
     peaks = {found["peak_bytes"] for found in document["verdicts"]}
     if len(document["verdicts"]) == 1 and None not in peaks:
         card = format_bytes(document["devices"][0]["memory_bytes"])
-        texts.insert(0, f"{texts[0]}: {format_bytes(*peaks)} of {card}")
+        detail = _ONLY if by_fit["perhaps"] else f"{format_bytes(*peaks)} of {card}"
+        texts.insert(0, f"{texts[0]}: {detail}")
     lines = [f"{_what(document)} {text}." for text in texts]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1])
 
@@ -175,6 +176,8 @@ def _what(document: Document) -> str:
     return "The recipe (no plan)" if own["plan"] is None else "The recipe's plan"
 
 
+_ONLY = "only by giving cached blocks back"
+"""What `perhaps` means."""
 _FITS = {"yes": "fits", "perhaps": "perhaps", "no": "does not"}
 
 
@@ -197,42 +200,43 @@ def _cells(found: Document, device: Document) -> tuple[str, ...]:
         device["name"],
         _FITS[found["fits"]],
         peak,
-        _held(found, device),
+        _held(found),
         f"of {format_bytes(device['memory_bytes'])}",
     )
 
 
-def _held(found: Document, device: Document) -> str:
-    """Return what a device shows in use, or, where that is not known, what is kept free."""
-    if "nvidia_smi_bytes" in found:
-        return f"nvidia-smi {_range(*found['nvidia_smi_bytes'])}"
-    return f"reserve {_range(*device['reserve_bytes'])}"
+def _held(found: Document) -> str:
+    """Return what a device shows in use, where that is known."""
+    return f"nvidia-smi {_range(*found['nvidia_smi_bytes'])}" if "nvidia_smi_bytes" in found else ""
 
 
-def advice_on_segments(document: Document) -> Iterator[str]:
-    """Yield what expandable segments bring where torch would reserve more than there is."""
+def on_cached_blocks(document: Document) -> Iterator[str]:
+    """Yield what `perhaps` means of each device, and what would make the step fit there."""
     for found in document["verdicts"]:
-        gives_back = found["fits"] == "yes" and "retries_per_step" in found
-        if (gives_back or found["fits"] == "perhaps") and found.get("expandable_bytes"):
-            held, expandable = format_bytes(found["reserved_bytes"]), format_bytes(found["expandable_bytes"])
-            here = f" where there is room; {_given_back(found['retries_per_step'])}" if gives_back else ""
-            yield (
-                f"On {found['device']} torch reserves {held} for a peak of {format_bytes(found['peak_bytes'])}{here}; "
-                f"run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves {expandable}."
-            )
+        if found["fits"] != "perhaps" or "reserved_bytes" not in found:
+            continue
+        reserved = f"torch reserves {format_bytes(found['reserved_bytes'])} for a peak of"
+        text = f"On {found['device']} {reserved} {format_bytes(found['peak_bytes'])}, and has no room for it"
+        if found.get("retries_per_step") is not None:
+            text = f"{text}: it gives cached blocks back, {_when(found['retries_per_step'])}"
+        if found.get("expandable_bytes"):
+            expandable = format_bytes(found["expandable_bytes"])
+            text = f"{text}. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves {expandable} and fits"
+        yield f"{text}."
 
 
-def _given_back(retries_per_step: int) -> str:
-    when = "in the first steps"
-    if retries_per_step:
-        times = f"{retries_per_step} time{'s' if retries_per_step > 1 else ''}"
-        when = f"{times} in each step, which the time of a step does not count"
-    return f"here it gives back what it holds unused, {when}"
+def _when(retries_per_step: int) -> str:
+    if not retries_per_step:
+        return "in the first steps"
+    times = f"{retries_per_step} time{'s' if retries_per_step > 1 else ''}"
+    return f"{times} in each step, which the time of a step does not count"
 
 
 def _range(low: int, high: int) -> str:
-    """Return two amounts in the unit of the larger one."""
+    """Return two amounts in the unit of the larger one; one where they are the same."""
     text = format_bytes(high)
+    if low == high:
+        return text
     return f"{low / UNITS[text.split()[1]]:.1f} to {text}"
 
 
@@ -278,7 +282,7 @@ def _fit(row: Document, device: Document, is_only_device: bool) -> str:
     fit: str = row["fits"][device["name"]] if "peak_bytes" in row else "no"
     if fit != "no" or not is_only_device or "peak_bytes" not in row:
         return fit
-    return f"no, {_size(row['peak_bytes'] + device['reserve_bytes'][0] - device['memory_bytes'])} over"
+    return f"no, {_size(row['peak_bytes'] + device['outside_bytes'][0] - device['memory_bytes'])} over"
 
 
 def _size(num_bytes: int) -> str:
@@ -306,7 +310,7 @@ def _notes(document: Document) -> Iterator[str]:
     if evaluation is not None:
         peak = format_bytes(evaluation["peak_bytes"])
         yield f"A batch of its evaluation needs {peak}: {_largest(evaluation, _SHOWN_CATEGORIES)}."
-    yield from advice_on_segments(document)
+    yield from on_cached_blocks(document)
     yield from _host(document)
 
 
@@ -328,18 +332,22 @@ def _host(document: Document) -> Iterator[str]:
 def sizes_table(document: Document) -> str:
     """Return the sizes that fit, as text. `document`: of `fitting_sizes`."""
     is_length = document["unit"] == "tokens"
-    header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "peak", "budget")
+    header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "needs", "of", "host")
     body = []
     for row in document["rows"]:
-        number, peak = "none", "-"
+        number, needed = "none", "-"
         if row["number"]:
             # The model's positions end rows; of micro-batches there is no such end.
             mark = "*" if is_length and row["is_bound"] else ""
-            number, peak = f"{row['number']:,} {document['unit']}{mark}", format_bytes(row["peak_bytes"])
-        body.append((row["device"], row["plan"], number, peak, format_bytes(row["budget_bytes"])))
+            number, needed = f"{row['number']:,} {document['unit']}{mark}", format_bytes(row["needed_bytes"])
+        host = format_bytes(row["host_bytes"]) if row.get("host_bytes") else ""
+        body.append((row["device"], row["plan"], number, needed, format_bytes(row["budget_bytes"]), host))
+    table: list[Sequence[str]] = [header, *body]
+    if not any(cells[-1] for cells in body):
+        table = [cells[:-1] for cells in table]
     named = named_facts(document)
     bound = ["*: all that the model has positions for"] if any(cells[2].endswith("*") for cells in body) else []
-    lines = [_title("estimate", document), *facts(named), "", *columns([header, *body], numeric=(2, 3, 4)), *bound]
+    lines = [_title("estimate", document), *facts(named), "", *columns(table, numeric=(2, 3, 4, 5)), *bound]
     return "\n".join(lines)
 
 
@@ -361,7 +369,7 @@ def grid_table(document: Document) -> str:
         body = [(f"{length:,}", *texts) for length, texts in cells.items()]
         lines = columns([header, *body], numeric=range(len(header)))
         parts.append("\n".join([_GRID_TITLES[grid["plan"]], *lines]))
-    marks = f"x: does not fit on {document['device']}; ?: may fit, with nothing to spare"
+    marks = f"x: does not fit on {document['device']}; ?: perhaps, {_ONLY}"
     return "\n\n".join([*parts, marks])
 
 
@@ -399,10 +407,11 @@ def plan_text(document: Document) -> str:
 def verdict_on_plan(document: Document) -> str:
     """Return whether a plan fits, in one line."""
     found, card = document["verdict"], document["card"]
+    only = f", {_ONLY}" if found["fits"] == "perhaps" else ""
     peak = f"peak {format_bytes(found['peak_bytes'])}{' in evaluation' if found['is_evaluation'] else ''}"
-    size = format_bytes(card["memory_bytes"])
-    verdict = f"The plan {FIT_WORDS[found['fits']]} on {card['name']}: {peak}, {_held(found, card)}, of {size}."
-    return " ".join([verdict, *advice_on_segments({"verdicts": [found]})])
+    parts = [peak, _held(found), f"of {format_bytes(card['memory_bytes'])}"]
+    verdict = f"The plan {FIT_WORDS[found['fits']]} on {card['name']}{only}: {', '.join(filter(None, parts))}."
+    return " ".join([verdict, *on_cached_blocks({"verdicts": [found]})])
 
 
 # --- JSON text. ---

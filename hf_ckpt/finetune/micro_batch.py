@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.budgets import budget_bytes, check_budget
+from hf_ckpt.auto.budgets import capacity_of_run, check_budget
 from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
@@ -102,14 +102,15 @@ def with_micro_batch(recipe: Recipe, args: TrainingArguments, data: PreparedData
 def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Callable[[int, int], float]:
     subject, device = subject_of(recipe, launch_of_run(args)), device_of(args)
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
-    budget = budget_bytes(checkpointing.budget, device, subject.model, None)
+    budget, processes = checkpointing.budget, args.world_size
+    capacity = capacity_of_run(budget, device, subject.model, None, num_processes=processes)
 
     def price(rows: int, times: int) -> float:
         batch = largest_text_batch(data.train, data.collator, rows, checkpointing.max_length)
         assert batch is not None, "a recipe's data is tokenised"
         step = step_of_batch(subject.step, batch, times)
         simulator = subject.simulator(device).with_step(step)
-        memory = StepPlanner(simulator, allowed=subject.allowed).plan_for(budget).memory
+        memory = StepPlanner(simulator, allowed=subject.allowed).plan_for(capacity).memory
         return memory.time.total / step.tokens
 
     return price

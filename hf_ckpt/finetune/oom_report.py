@@ -22,7 +22,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, allocated_bytes, part_of
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.reserve import reserve
+from hf_ckpt.simulation.fit import Capacity, Fit, Verdict, capacity_of
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import format_bytes
@@ -160,47 +160,51 @@ def _simulated(
     failure: OutOfMemoryRun, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device
 ) -> Iterator[str]:
     subject = subject_of(recipe, launch_of_run(args))
-    usable = (failure.figures.capacity or device.memory_bytes) - reserve(device).high_bytes
     step = subject.step
+    whole = capacity_of(device, step.sharding.world_size)
+    capacity = whole.with_bytes(failure.figures.capacity or device.memory_bytes)
     if (batch := failure.watch.batch) is not None:
         step = step_of_batch(step, batch, step.gradient_accumulation_steps)
     if failure.part is Part.EVALUATION:
         yield from _because(failure.causes(None))
-        yield _evaluation_that_fits(subject, device, step, usable)
+        yield _evaluation_that_fits(subject, device, step, capacity.reserved_bytes)
         return
     predictor = Predictor(replace(subject, step=step), device)
-    predicted = predictor.memory(plan)
+    predicted, verdict = predictor.memory(plan), predictor.verdict(plan, capacity)
     yield (
-        f"Predicted for this batch: {format_bytes(predicted.peak_bytes)}, in the {predicted.peak_at.describe()}; "
-        f"a step can use about {format_bytes(usable)} of {device.title}."
+        f"Predicted for this batch: {format_bytes(predicted.peak_bytes)}, in the {predicted.peak_at.describe()}, and "
+        f"{format_bytes(verdict.needed_bytes)} with all that lies on the device besides; {device.title} has "
+        f"{format_bytes(capacity.num_bytes)}."
     )
     causes = list(failure.causes(predicted))
     yield from _because(causes)
-    if predicted.peak_bytes > usable:
-        yield from _what_fits(predictor, predicted, usable)
+    if verdict.fit is not Fit.YES:
+        yield from _what_fits(predictor, predicted, capacity)
     elif not causes:
-        yield from _what_leaves_room(predictor, predicted)
+        yield from _what_leaves_room(predictor, verdict, capacity)
 
 
-def _what_fits(predictor: Predictor, predicted: StepMemory, usable: int) -> Iterator[str]:
+def _what_fits(predictor: Predictor, predicted: StepMemory, capacity: Capacity) -> Iterator[str]:
     try:
-        yield f"What fits: {_auto(predictor, usable)}."
+        yield f"What {_auto(predictor, capacity)}."
     except BudgetError as error:
         yield str(error)
-        yield from _states(predicted, usable)
+        yield from _states(predicted, capacity.reserved_bytes)
 
 
-def _what_leaves_room(predictor: Predictor, predicted: StepMemory) -> Iterator[str]:
-    less = int((1 - 2 * MUCH) * predicted.peak_bytes)
+def _what_leaves_room(predictor: Predictor, verdict: Verdict, capacity: Capacity) -> Iterator[str]:
+    less = capacity.with_bytes(int((1 - 2 * MUCH) * verdict.needed_bytes))
     with suppress(BudgetError):
-        yield f"The step was predicted to fit. What leaves more room: {_auto(predictor, less)}."
+        yield f"The step was predicted to fit. What leaves more room: what {_auto(predictor, less)}."
 
 
-def _auto(predictor: Predictor, budget: int) -> str:
+def _auto(predictor: Predictor, capacity: Capacity) -> str:
     """Return how to ask for a plan within a budget, and what it is predicted to need."""
-    peak = predictor.planned(budget).memory.peak_bytes
+    verdict, budget = predictor.planned(capacity).verdict, capacity.num_bytes
+    fits = "fits" if verdict.fit is Fit.YES else "fits perhaps, only by giving cached blocks back"
     amount = f"{budget // 2**20}MiB" if budget >= 2**20 else f"{budget}B"
-    return f"checkpointing.policy=auto checkpointing.memory_budget={amount}, predicted peak {format_bytes(peak)}"
+    needed = format_bytes(verdict.needed_bytes)
+    return f"{fits}: checkpointing.policy=auto checkpointing.memory_budget={amount}, predicted to need {needed}"
 
 
 def _evaluation_that_fits(subject: Subject, device: Device, step: Step, usable: int) -> str:
@@ -217,7 +221,7 @@ def _evaluation_that_fits(subject: Subject, device: Device, step: Step, usable: 
     found = largest(peak, usable, start=max(1, rows // 2), most=max(1, rows - 1))
     what = "Evaluate shorter rows"
     if found.number:
-        what = f"What fits: training.per_device_eval_batch_size={found.number} ({format_bytes(found.peak_bytes)})"
+        what = f"What fits: training.per_device_eval_batch_size={found.number} ({format_bytes(found.needed_bytes)})"
     return (
         f"A batch of evaluation is predicted to need {format_bytes(needed)} of {format_bytes(usable)}, and activation "
         f"checkpointing does not change it. {what}; {kept}."

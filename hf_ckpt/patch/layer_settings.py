@@ -90,6 +90,11 @@ def _let_go(unit: nn.Module) -> None:
         fsdp.let_go(unit)
 
 
+def kinds_of_modules(module: nn.Module) -> tuple[tuple[str, type[nn.Module]], ...]:
+    """Return what is equal for modules that are proven alike: one of them is held to the original."""
+    return tuple((name, type(inner)) for name, inner in module.named_modules())
+
+
 class _StackSettings:
     """What to set for the layers of one stack, and what these layers share."""
 
@@ -160,8 +165,7 @@ class _StackSettings:
 
     def _proven(self, entry: LayerPlan, path: str, module: nn.Module, region: Region, part: str = "") -> Region:
         """Return the region with its proofs. Of those that treat equal modules alike, one is held to the original."""
-        kinds = tuple((name, type(inner)) for name, inner in module.named_modules())
-        proof = self._proof.region(path, (self._stack.path, part, entry.alone, kinds))
+        proof = self._proof.region(path, (self._stack.path, part, entry.alone, kinds_of_modules(module)))
         return partial(run_region_proven, proof, region)
 
     def _region(self, path: str, module: nn.Module, region: Region) -> Setting:

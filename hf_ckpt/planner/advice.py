@@ -48,8 +48,8 @@ class OptionChange:
     """Options that could be set."""
 
     options: Mapping[str, object]
-    peak: Callable[[], int]
-    """Simulates the step with them. The smallest peak in bytes; an `HFCkptError` means that it cannot be done."""
+    needed: Callable[[], int]
+    """Simulates the step with them. The least that it needs in bytes; an `HFCkptError` means that it cannot be done."""
     host_bytes: int = 0
     """Host memory that they take."""
 
@@ -69,8 +69,9 @@ def as_keywords(options: Mapping[str, object]) -> str:
 def nothing_fits(
     budget_bytes: int,
     smallest: StepMemory,
+    smallest_bytes: int,
     step: Step,
-    peak: Callable[[Step], int],
+    needed: Callable[[Step], int],
     changes: Sequence[OptionChange] = (),
     *,
     write: Write = as_keywords,
@@ -82,20 +83,22 @@ def nothing_fits(
 
     Args:
         budget_bytes: device memory that the whole step may use.
-        smallest: the step under the plan with the smallest peak, simulated.
+        smallest: the step under the plan that needs least, simulated.
+        smallest_bytes: what that needs, with what torch and CUDA hold besides its tensors.
         step: the step that does not fit.
-        peak: simulates another step, and returns its smallest peak in bytes.
+        needed: simulates another step, and returns the same of it.
         changes: what could be done besides changing the step.
         write: how the user would write options.
         device_bytes: what the device has; a budget above it is no advice. None where that is not known.
         is_exact: only bitwise plans were considered.
         say: gets progress messages.
     """
-    search = _FittingChanges(budget_bytes, step, peak, write, say or (lambda text: None))
-    budget, num_bytes = as_budget(smallest.peak_bytes)
+    search = _FittingChanges(budget_bytes, step, needed, write, say or (lambda text: None))
+    budget, num_bytes = as_budget(smallest_bytes)
     is_in_device = device_bytes is None or num_bytes <= device_bytes
-    lines = [_FittingChange({"memory_budget": budget}, smallest.peak_bytes)] if is_in_device else []
-    lines += [*search.smaller_batches(), *search.other_optimizers(smallest), *search.among(changes)]
+    lines = [_FittingChange({"memory_budget": budget}, smallest_bytes)] if is_in_device else []
+    optimizers = search.other_optimizers(smallest, smallest_bytes)
+    lines += [*search.smaller_batches(), *optimizers, *search.among(changes)]
     which = "bitwise plan" if is_exact else "plan"
     asked = f"memory_budget={format_bytes(budget_bytes)}{' with exact: true' if is_exact else ''}"
     advice = "Use shorter rows, fewer weights, or a larger device."
@@ -103,7 +106,18 @@ def nothing_fits(
         width = max(len(write(line.options)) for line in lines)
         rows = [f"  {write(line.options):<{width}}  # {line.comment()}" for line in lines]
         advice = "\n".join(["With each of these lines one fits, as simulated:", *rows])
-    return BudgetError(f"No {which} fits {asked}. {where_it_lies(smallest)} {search.floor_text()}{advice}")
+    where = where_it_lies(smallest, smallest_bytes)
+    return BudgetError(f"No {which} fits {asked}. {where} {search.floor_text()}{advice}")
+
+
+def cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> BudgetError:
+    """Return the error about a budget below what comes before the first micro-batch."""
+    return BudgetError(
+        f"No plan fits memory_budget={format_bytes(budget_bytes)}: the {step.prepares} needs "
+        f"{format_bytes(memory.peak_bytes)} as predicted, and activation checkpointing does not change it. Generate "
+        "fewer at a time (per_device_train_batch_size, steps_per_generation) or shorter ones (max_completion_length), "
+        "or raise the budget."
+    )
 
 
 @dataclass(frozen=True)
@@ -111,23 +125,25 @@ class _FittingChange:
     """Options that would make a plan fit, as simulated."""
 
     options: Mapping[str, object]
-    peak_bytes: int
+    needed_bytes: int
     host_bytes: int = 0
 
     def comment(self) -> str:
         host = f", with {format_bytes(self.host_bytes)} of host memory" if self.host_bytes else ""
-        return f"{format_bytes(self.peak_bytes)}{host}"
+        return f"{format_bytes(self.needed_bytes)}{host}"
 
 
-def where_it_lies(smallest: StepMemory) -> str:
-    """Return the smallest peak, when it happens and what it is made of, as a sentence."""
+def where_it_lies(smallest: StepMemory, needed_bytes: int) -> str:
+    """Return the smallest peak, when it happens, what it is made of and what it needs besides, as a sentence."""
     shares = {what: sum(smallest.by_category.get(each, 0) for each in parts) for what, parts in _SHARES.items()}
     sizes = [
         f"{format_bytes(size)} {what}" for what, size in sorted(shares.items(), key=lambda share: -share[1]) if size
     ]
+    more = needed_bytes - smallest.peak_bytes
+    besides = f" Torch's cache, CUDA and a margin take {format_bytes(more)} more." if more > 0 else ""
     return (
         f"Lowest predicted peak is {format_bytes(smallest.peak_bytes)}, in the {smallest.peak_at.describe()}: "
-        f"{', '.join(sizes)}."
+        f"{', '.join(sizes)}.{besides}"
     )
 
 
@@ -137,7 +153,7 @@ class _FittingChanges:
 
     _budget: int
     _step: Step
-    _peak_of: Callable[[Step], int]
+    _needed_by: Callable[[Step], int]
     _write: Write
     _say: Callable[[str], None]
     _known: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -160,17 +176,17 @@ class _FittingChanges:
         if not found and (both := self._shorter(single := _with_rows(step, 1))):
             yield replace(both, options={**_rows_of(single), **both.options})
 
-    def other_optimizers(self, smallest: StepMemory) -> Iterator[_FittingChange]:
+    def other_optimizers(self, smallest: StepMemory, smallest_bytes: int) -> Iterator[_FittingChange]:
         """Yield the first optimizer that fits, of those with less state on the device."""
         optim = self._step.optim or ""
         state_bytes = smallest.by_category.get(Category.OPTIMIZER, 0)
         if not state_bytes or not optim.startswith("adamw") or "8bit" in optim:
             return
         # Forward and backward are the same under any optimizer.
-        if smallest.peak_at.phase is not Phase.OPTIMIZER and smallest.peak_bytes - state_bytes > self._budget:
+        if smallest.peak_at.phase is not Phase.OPTIMIZER and smallest_bytes - state_bytes > self._budget:
             return
         steps = {name: replace(self._step, optim=name) for name in _SMALLER_OPTIMIZERS}
-        changes = [OptionChange({"optim": name}, partial(self._peak_of, step)) for name, step in steps.items()]
+        changes = [OptionChange({"optim": name}, partial(self._needed_by, step)) for name, step in steps.items()]
         yield from islice(self.among(changes), 1)
 
     def among(self, changes: Sequence[OptionChange]) -> Iterator[_FittingChange]:
@@ -178,7 +194,7 @@ class _FittingChanges:
         for change in changes:
             self._say(f"Simulating {self._write(change.options)} ...")
             try:
-                found = change.peak()
+                found = change.needed()
             except HFCkptError:
                 # What cannot be simulated, or not be done here, is no advice.
                 continue
@@ -191,38 +207,38 @@ class _FittingChanges:
             return ""
         return (
             f"Shorter rows and smaller micro-batches are not enough: one row of {self._floor.seq_length} tokens needs "
-            f"{format_bytes(self._peak(self._floor))}. "
+            f"{format_bytes(self._needed(self._floor))}. "
         )
 
     def _floor_fits(self) -> bool:
-        return self._floor != self._step and self._peak(self._floor) <= self._budget
+        return self._floor != self._step and self._needed(self._floor) <= self._budget
 
     def _shorter(self, step: Step) -> _FittingChange | None:
         most = (step.seq_length - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
         if not most:
             return None
 
-        def peak(length: int) -> int:
-            return self._peak(replace(step, seq_length=length))
+        def needed(length: int) -> int:
+            return self._needed(replace(step, seq_length=length))
 
-        found = largest(peak, self._budget, start=step.seq_length // 2, most=most, multiple=LENGTH_MULTIPLE)
+        found = largest(needed, self._budget, start=step.seq_length // 2, most=most, multiple=LENGTH_MULTIPLE)
         name = "row_length" if step.is_packed else "max_length"
-        return _FittingChange({name: found.number}, found.peak_bytes) if found.number else None
+        return _FittingChange({name: found.number}, found.needed_bytes) if found.number else None
 
     def _fewer_rows(self) -> _FittingChange | None:
         batch_size = self._step.batch_size
         for rows in range(batch_size - 1, 0, -1):
             # The global batch stays what it is.
-            if batch_size % rows == 0 and (found := self._peak(step := _with_rows(self._step, rows))) <= self._budget:
+            if batch_size % rows == 0 and (found := self._needed(step := _with_rows(self._step, rows))) <= self._budget:
                 return _FittingChange(_rows_of(step), found)
         return None
 
-    def _peak(self, step: Step) -> int:
+    def _needed(self, step: Step) -> int:
         key = (step.batch_size, step.seq_length)
         if key not in self._known:
             rows = "1 row" if step.batch_size == 1 else f"{step.batch_size} rows"
             self._say(f"Simulating {rows} of {step.seq_length:,} tokens ...")
-            self._known[key] = self._peak_of(step)
+            self._known[key] = self._needed_by(step)
         return self._known[key]
 
 

@@ -13,8 +13,8 @@ class Limit:
 
     number: int
     """0 where not even the smallest one fits."""
-    peak_bytes: int
-    """The peak with so many; of the smallest number, where not even that fits."""
+    needed_bytes: int
+    """What so many need; the smallest number, where not even that fits."""
     is_bound: bool = False
     """Whether it is the largest that was allowed, so that more memory would not raise it."""
 

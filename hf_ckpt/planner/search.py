@@ -1,8 +1,8 @@
 """The fastest plan within a budget.
 
-`pareto` adds up layers. What it chooses is simulated whole, and the budget corrected until the whole fits. Tiles and
-the chunked head come in where a plan without them does not fit, or, if plans need not be bitwise, might be faster with
-them.
+`pareto` adds up layers. What it chooses is simulated whole and played through torch's allocator, and the budget is
+lowered by what that reserves beyond the peak until the whole fits (`simulation.fit`). Tiles and the chunked head come
+in where a plan without them does not fit, or, if plans need not be bitwise, might be faster with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from functools import cached_property, partial
 from itertools import groupby, islice
 
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.planner.advice import TILES, Exactness, OptionChange, Write, as_keywords, inexact_parts, nothing_fits
+from hf_ckpt.planner.advice import (
+    TILES,
+    Exactness,
+    OptionChange,
+    Write,
+    as_keywords,
+    cannot_prepare,
+    inexact_parts,
+    nothing_fits,
+)
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
 from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
 from hf_ckpt.planner.pareto import ChainPlanner
@@ -27,6 +36,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial
 from hf_ckpt.policy.revolve import most_runs
+from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import StepMemory
 
@@ -34,8 +44,10 @@ _MAX_TRIES = 6
 """Simulations of plans that one chain chooses."""
 _MAX_FIXED = 4
 """Simulations of plans that a user would write."""
-_CLOSE = 0.001
-"""Of the budget: plans that are nearer to each other are not worth another try."""
+_MAX_PLAYS = 6
+"""Plays of the allocator in one search; a plan that was not played does not fit."""
+_CLOSE = 0.015
+"""Of what there is: what lies nearer to it, or two plans that are nearer to each other, are not worth another try."""
 _WRONG_BY = 0.01
 """The share by which the chain may take a plan for larger than it is."""
 _AS_WRONG = 10
@@ -46,6 +58,8 @@ _SAME_TIME = 1 - 1e-6
 """Share of the time from which on another plan is no faster."""
 _LITTLE = 0.999
 """Share of the time from which on another plan of the same chain is not worth a simulation."""
+_NEARLY = 1.002
+"""Times the time of a plan: up to it the chain may take a faster one for a slower one."""
 _WORTH = 0.98
 """Share of the time that tiles or a chunked head must promise to be tried where a plan fits without."""
 _MOST_RUNS = 6
@@ -56,9 +70,9 @@ _MAX_SMALLEST = 3
 """Simulations of the plans that need least as the chain sees it: one of them does need least."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Planned:
-    """A plan for a budget."""
+    """A plan for what there is for a step."""
 
     plan: Plan
     memory: StepMemory
@@ -67,12 +81,19 @@ class Planned:
     """What each layer costs under each option that there was."""
     choice: Choice
     """The plan as the chain sees it."""
+    judge: Callable[[], Verdict] = field(repr=False, compare=False)
+    """Plays the allocator."""
     exactness: Exactness | None = None
     """None unless plans were compared (`compare`)."""
 
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether it fits. Of what `plan_for` returns `perhaps` only where no plan fits for certain."""
+        return self.judge()
+
 
 class StepPlanner:
-    """Plans one step for one budget after the other: what was simulated for one of them serves the others.
+    """Plans one step for one capacity after the other: what was simulated for one of them serves the others.
 
     `allowed` says what plans may hold besides modes; `chain` is that of `chain_of`, where it is there already.
     """
@@ -91,16 +112,18 @@ class StepPlanner:
 
     def plan_for(
         self,
-        budget_bytes: int,
+        capacity: Capacity,
         *,
         compare: bool = False,
         write: Write = as_keywords,
         say: Callable[[str], None] | None = None,
     ) -> Planned:
-        """Return the fastest plan whose simulated step stays within a budget, a bitwise one as far as that is allowed.
+        """Return the fastest plan that fits, a bitwise one as far as that is allowed.
+
+        Where none fits for certain, that is the plan that needs least, if it fits perhaps.
 
         Args:
-            budget_bytes: device memory that the whole step may use.
+            capacity: what the whole step may use.
             compare: look, where the plan is bitwise, for a faster one that is not, and say so in `Planned.exactness`.
             write: how the user would write options, for the lines of what would fit.
             say: gets progress messages where nothing fits.
@@ -108,16 +131,26 @@ class StepPlanner:
         Raises:
             BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
         """
-        found = self.fitting(budget_bytes, compare=compare)
-        if found is not None:
-            return found
-        search = _Search(self._chains, budget_bytes, self._allowed.in_turn[-1])
+        before = self._simulator.prepare()
+        if before is not None and before.peak_bytes > capacity.allocated_bytes:
+            raise cannot_prepare(self._simulator.step, before, capacity.num_bytes)
+        searches = [(allowed, _Search(self._chains, capacity, allowed)) for allowed in self._allowed.in_turn]
+        for allowed, search in searches:
+            found = search.found() or search.smallest_if(Fit.YES)
+            if found is not None:
+                return self._compared(found, capacity, allowed) if compare else found
+        for allowed, search in searches:
+            found = search.smallest_if(Fit.PERHAPS)
+            if found is not None:
+                return self._compared(found, capacity, allowed) if compare else found
+        search = searches[-1][1]
         smallest = search.smallest()
         raise nothing_fits(
-            budget_bytes,
+            capacity.num_bytes,
             smallest.memory,
+            smallest.verdict.needed_bytes,
             self._simulator.step,
-            lambda other: self._simulator.with_step(other).memory(smallest.plan).peak_bytes,
+            lambda other: self._simulator.with_step(other).verdict(smallest.plan, capacity).needed_bytes,
             search.further(self._allowed),
             write=write,
             device_bytes=self._simulator.device.memory_bytes or None,
@@ -125,24 +158,14 @@ class StepPlanner:
             say=say,
         )
 
-    def fitting(self, budget_bytes: int, *, compare: bool = False) -> Planned | None:
-        """Return what `plan_for` returns; None where nothing fits."""
-        for allowed in self._allowed.in_turn:
-            search = _Search(self._chains, budget_bytes, allowed)
-            found = search.found() or search.smallest_within()
-            if found is not None:
-                return self._compared(found, budget_bytes, allowed) if compare else found
-        return None
-
     @cached_property
     def _chains(self) -> _Chains:
         return _Chains(self._simulator, ChainPlanner(self.chain))
 
-    def _compared(self, found: Planned, budget_bytes: int, allowed: Allowed) -> Planned:
+    def _compared(self, found: Planned, capacity: Capacity, allowed: Allowed) -> Planned:
         inexact, fastest = inexact_parts(found.plan), found
-        if not inexact and self._allowed.can_be_faster:
-            search = _Search(self._chains, budget_bytes, self._allowed.widest)
-            fastest = search.found(found) or found
+        if not inexact and self._allowed.can_be_faster and found.verdict.fit is Fit.YES:
+            fastest = _Search(self._chains, capacity, self._allowed.widest, found=found).found() or found
         without = predict(self.chain, [NONE] * len(self.chain.layers)).seconds
         exactness = Exactness(
             inexact,
@@ -171,10 +194,11 @@ class _Chains:
     def template(self) -> Plan:
         return self.simulator.plan_of(Policy.parse("none"))
 
-    def planned(self, chain: Chain, choice: Choice) -> Planned:
+    def planned(self, chain: Chain, choice: Choice, capacity: Capacity) -> Planned:
         """Return a choice as a plan, with its whole step simulated."""
         plan = to_plan(choice, chain, self.template)
-        return Planned(plan, self.simulator.memory(plan), chain, choice)
+        judge = partial(self.simulator.verdict, plan, capacity)
+        return Planned(plan, self.simulator.memory(plan), chain, choice, judge)
 
     def tiled(self, planner: ChainPlanner, allowed: Allowed) -> ChainPlanner:
         """Return the planner with tiles among its options."""
@@ -214,22 +238,31 @@ class _Chains:
 
 
 class _Search:
-    """Looks for the fastest plan that fits a budget, with few simulations. `allowed` is one of `Allowed.in_turn`."""
+    """Looks for the fastest plan that fits, with few simulations. `allowed` is one of `Allowed.in_turn`.
 
-    def __init__(self, chains: _Chains, budget_bytes: int, allowed: Allowed) -> None:
+    Where the fastest one without tiles, with the plain head, is known (`found`), how much faster another is will do.
+
+    Chains know what is allocated, which is bounded here (`_most`) by what torch may reserve. How much it reserves
+    beyond that (`_excess`) is taken from the plan that was played last.
+    """
+
+    def __init__(self, chains: _Chains, capacity: Capacity, allowed: Allowed, *, found: Planned | None = None) -> None:
         self._chains = chains
-        self._budget = budget_bytes
+        self._capacity = capacity
+        self._most = capacity.reserved_bytes
         self._allowed = allowed
         self._planners = [chains.base]
+        self._known = found
+        self._excess = 0 if found is None else found.verdict.reserved_bytes - found.memory.peak_bytes
+        self._num_plays = 0
 
-    def found(self, found: Planned | None = None) -> Planned | None:
-        """Return the fastest plan that fits; None where the chains show none.
-
-        Starts from `found`, the fastest one without tiles, with the plain head, where that is known.
-        """
-        base = self._planners[0]
+    def found(self) -> Planned | None:
+        """Return the fastest plan that fits; None where the chains show none."""
+        base, found = self._planners[0], self._known
         if found is None:
-            found = self._among_fixed(base, self._in(base))
+            found = self._uniform(base)
+            if found is None or set(found.choice.entries) != {NONE}:
+                found = self._among_fixed(base, self._faster(found, self._in(base)))
         self._extend(found)
         further = sorted(self._planners[1:], key=self._promise)
         for planner in further:
@@ -246,20 +279,17 @@ class _Search:
             found = self._faster(found, self._in(gapped))
         return found
 
-    def smallest_within(self) -> Planned | None:
-        """Return the plan with the smallest peak if that fits; None where it does not, or cannot by far."""
+    def smallest_if(self, fit: Fit) -> Planned | None:
+        """Return the plan that needs least if it fits so; None where it does not, or cannot by far."""
         self._extend_with_all()
-        most = self._budget * (1 + _FAR)
+        most = (self._most if fit is Fit.YES else self._capacity.allocated_bytes) * (1 + _FAR)
         if not any(_has_within(planner, most) or self._fixed_within(planner, most) for planner in self._planners):
             return None
         smallest = self.smallest()
-        return smallest if smallest.memory.peak_bytes <= self._budget else None
-
-    def _fixed_within(self, planner: ChainPlanner, most: float) -> bool:
-        return any(choice.peak_bytes <= most for choice in self._chains.fixed(planner))
+        return smallest if smallest.verdict.fit is fit else None
 
     def smallest(self) -> Planned:
-        """Return the plan with the smallest peak of all that are allowed."""
+        """Return the plan that needs least of all that are allowed."""
         self._extend_with_all()
         choices = [(planner.chain, planner.smallest_peak) for planner in self._planners]
         choices += [(planner.chain, choice) for planner in self._planners for choice in self._chains.fixed(planner)]
@@ -267,13 +297,39 @@ class _Search:
         # The chain may have taken one for a little smaller than it is.
         most = choices[0][1].peak_bytes * (1 + _WRONG_BY)
         near = {(chain.head, choice.entries): (chain, choice) for chain, choice in choices if choice.peak_bytes <= most}
-        planned = [self._chains.planned(*found) for found in islice(near.values(), _MAX_SMALLEST)]
-        return min(planned, key=lambda found: (found.memory.peak_bytes, found.memory.time.total))
+        planned = [self._planned(*found) for found in islice(near.values(), _MAX_SMALLEST)]
+        return min(planned, key=lambda found: (found.verdict.needed_bytes, found.memory.time.total))
+
+    def _planned(self, chain: Chain, choice: Choice) -> Planned:
+        return self._chains.planned(chain, choice, self._capacity)
+
+    def _fits(self, planned: Planned) -> bool:
+        """Whether a plan fits, as far as there are plays left to tell."""
+        if planned.memory.peak_bytes > self._most:
+            return False
+        if not self._chains.simulator.has_played(planned.plan):
+            if self._num_plays == _MAX_PLAYS:
+                return False
+            self._num_plays += 1
+        self._excess = planned.verdict.reserved_bytes - planned.memory.peak_bytes
+        return planned.verdict.fit is Fit.YES
+
+    def _uniform(self, planner: ChainPlanner) -> Planned | None:
+        """Return the fastest plan with one option for all layers: their steps were traced for the chain."""
+        for choice in self._chains.fixed(planner):
+            if len(set(choice.entries)) == 1 and choice.peak_bytes <= self._most * (1 + _WRONG_BY):
+                planned = self._planned(planner.chain, choice)
+                if self._fits(planned):
+                    return planned
+        return None
+
+    def _fixed_within(self, planner: ChainPlanner, most: float) -> bool:
+        return any(choice.peak_bytes <= most for choice in self._chains.fixed(planner))
 
     def further(self, granted: Allowed) -> list[OptionChange]:
         """Return what could be chosen if the user allowed more, each option by itself and all together."""
         base = min(self._planners, key=lambda planner: planner.smallest_peak.peak_bytes)
-        most = self._budget * (1 + _WRONG_BY)
+        most = self._most * (1 + _WRONG_BY)
         sent = offloaded(base.chain, self._chains.simulator.device, self._allowed.offload_option or Offload())
         if not _has_within(ChainPlanner(best_case(sent, tiles=True, head=True)), most):
             return []
@@ -315,7 +371,7 @@ class _Search:
 
     def _change(self, options: dict[str, object], planner: ChainPlanner) -> OptionChange:
         chain, choice = planner.chain, planner.smallest_peak
-        return OptionChange(options, lambda: self._chains.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
+        return OptionChange(options, lambda: self._planned(chain, choice).verdict.needed_bytes, choice.host_bytes)
 
     def _extend(self, found: Planned | None) -> None:
         """Simulate tiles and the chunked head where they might make a plan faster, or make one fit."""
@@ -341,11 +397,16 @@ class _Search:
 
     def _may_help(self, found: Planned | None, *, tiles: bool, head: bool) -> bool:
         best, limit = self._chains.best_case(tiles=tiles, head=head), _seconds_of(found) * _WORTH
-        return best.least_seconds(int(self._budget * (1 + _WRONG_BY))) < limit and self._promise(best) < limit
+        return best.least_seconds(int(self._likely * (1 + _WRONG_BY))) < limit and self._promise(best) < limit
+
+    @property
+    def _likely(self) -> int:
+        """What may be allocated if torch reserves as much beyond it as for the plan that was played last."""
+        return self._most - self._excess
 
     def _promise(self, planner: ChainPlanner) -> float:
         """Return the time of what a planner would choose; infinite where nothing fits."""
-        most = int(self._budget * (1 + _WRONG_BY))
+        most = int(self._likely * (1 + _WRONG_BY))
         if not planner.may_fit(most):
             return math.inf
         try:
@@ -357,9 +418,9 @@ class _Search:
         num_tries = 0
         for choice in self._chains.fixed(planner):
             # The chain may have taken one for a little too large.
-            may_fit = choice.peak_bytes <= self._budget * (1 + _WRONG_BY)
-            if may_fit and (found is None or choice.seconds < found.memory.time.total * _SAME_TIME):
-                found = self._faster(found, self._chains.planned(planner.chain, choice))
+            may_fit = choice.peak_bytes <= self._most * (1 + _WRONG_BY) and len(set(choice.entries)) > 1
+            if may_fit and (found is None or choice.seconds < found.memory.time.total * _NEARLY):
+                found = self._faster(found, self._planned(planner.chain, choice))
                 num_tries += 1
             if num_tries == _MAX_FIXED:
                 break
@@ -367,12 +428,14 @@ class _Search:
 
     def _in(self, planner: ChainPlanner) -> Planned | None:
         """Return the fastest plan of a chain: between one that fits and one that does not, fewer bytes each time."""
-        most = self._budget * (1 + _FAR)
+        most = self._most * (1 + _FAR)
         if not planner.may_fit(most):
             return None
         best: Planned | None = None
         # What needs least of all takes long to find, and mostly lies far below.
-        peaks, target = planner.peaks_without_casts, float(self._budget)
+        # What torch reserves is no straight line of what is allocated.
+        spared = self._most * _CLOSE / 2 if self._excess else 0
+        peaks, target = planner.peaks_without_casts, self._likely - spared
         # Places in the peaks: of a plan that fits, and of one that does not.
         fits, fails, limit = -1, len(peaks), math.inf
         for _ in range(_MAX_TRIES):
@@ -392,25 +455,27 @@ class _Search:
                 choice = planner.choose(peaks[place])
             if best is not None and (choice.peak_bytes > limit or choice.seconds > best.choice.seconds * _LITTLE):
                 break
-            planned = self._chains.planned(planner.chain, choice)
-            wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
-            if planned.memory.peak_bytes <= self._budget:
+            planned = self._planned(planner.chain, choice)
+            if self._fits(planned):
                 fits = place
                 best = self._faster(best, planned)
+                if self._known is not None or planned.verdict.reserved_bytes > self._most * (1 - _CLOSE):
+                    break
             else:
                 fails = place
-            has_both = fits >= 0 and fails < len(peaks)
-            if has_both and peaks[fails] - peaks[fits] < self._budget * _CLOSE:
+            if fits >= 0 and fails < len(peaks) and peaks[fails] - peaks[fits] < self._most * _CLOSE:
                 break
-            # The planner is wrong by about as much for a plan of about that size.
-            target = self._budget - wrong_by
-            limit = self._budget - wrong_by + min(_AS_WRONG * abs(wrong_by), self._budget * _WRONG_BY)
+            # The planner is wrong by about as much for a plan of about that size, and torch reserves as much beyond it.
+            wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
+            target = self._likely - wrong_by - spared
+            limit = target + spared + min(_AS_WRONG * abs(wrong_by), self._most * _WRONG_BY)
         return best
 
     def _faster(self, found: Planned | None, other: Planned | None) -> Planned | None:
-        if other is None or other.memory.peak_bytes > self._budget:
+        # What would not be taken is not played.
+        if other is None or (found is not None and other.memory.time.total >= found.memory.time.total):
             return found
-        return other if found is None or other.memory.time.total < found.memory.time.total else found
+        return other if self._fits(other) else found
 
 
 def _has_within(planner: ChainPlanner, most: float) -> bool:

@@ -142,7 +142,7 @@ def takes(kind: type) -> Callable[[Function], Function]:
     """Give a function with `**options: Unpack[kind]` the signature that spells the options out.
 
     `inspect.signature` and `help` show each option with its default, the function gets all of them, and another keyword
-    is refused in Python's own words.
+    is refused in Python's own words, with the nearest one.
 
     Args:
         kind: one of the `TypedDict`s above.
@@ -158,7 +158,9 @@ def takes(kind: type) -> Callable[[Function], Function]:
         def with_defaults(*args: Any, **given: Any) -> Any:
             for name in given:
                 if name not in known:
-                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument '{name}'")
+                    known_as = f"{function.__qualname__}() got an unexpected keyword argument '{name}'"
+                    near = did_you_mean(name, sorted(known))
+                    raise TypeError(f"{known_as}.{near}" if near else known_as)
             return function(*args, **{**defaults, **given})
 
         spelled = [

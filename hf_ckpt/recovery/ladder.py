@@ -20,7 +20,6 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, with_entries
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial, resolve
 from hf_ckpt.policy.revolve import fewest_snapshots
-from hf_ckpt.recovery.out_of_memory import MUCH
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.device_peak import DevicePeak
@@ -60,12 +59,16 @@ class Room:
         self._peak = peak
 
     def needed(self, plan: Plan, batch: Batch | None) -> int | None:
-        """Return the bytes that a step is predicted to need; None where that is not known."""
+        """Return the bytes that torch is predicted to reserve for a step; None where that is not known."""
+        held = self._held(plan, batch)
+        return None if held is None else held[1]
+
+    def _held(self, plan: Plan, batch: Batch | None) -> tuple[int, int] | None:
         # Values of images and the like are gone when this is asked.
         if self._planning is None or batch is None or batch.tensors:
             return None
         try:
-            return self._planning.peak_of(plan, batch)
+            return self._planning.held_by(plan, batch)
         except HFCkptError:
             return None
 
@@ -75,7 +78,7 @@ class Room:
             self._peak.begin_window()
 
     def bytes(self, failed_bytes: int | None, ran: Collection[tuple[Plan, Batch | None]]) -> int | None:
-        """Return the bytes that a step may be predicted to need; None where nothing is predicted.
+        """Return the bytes that torch may be predicted to reserve for a step; None where nothing is predicted.
 
         Args:
             failed_bytes: predicted need of a step that failed, less what was missing.
@@ -83,14 +86,15 @@ class Room:
         """
         if self._planning is None:
             return None
-        found = [self._planning.budget_bytes]
+        found = [self._planning.capacity.reserved_bytes]
         if failed_bytes is not None:
             found.append(failed_bytes)
         memory = self._peak.in_window() if self._measures(plan for plan, _ in ran) else None
-        predicted = [each for plan, batch in ran if (each := self.needed(plan, batch)) is not None]
-        if memory is not None and predicted:
-            # By as much as these steps needed more than predicted, others will; and some is lost in pieces.
-            found.append(int((1 - MUCH) * memory.capacity) - (memory.peak - max(predicted)))
+        allocated = [held[0] for plan, batch in ran if (held := self._held(plan, batch)) is not None]
+        if memory is not None and allocated:
+            # By as much as these steps allocated more than predicted, others will.
+            margin = self._planning.capacity.with_bytes(memory.capacity).margin_bytes
+            found.append(memory.capacity - margin - (memory.peak - max(allocated)))
         return min(found)
 
     def _measures(self, plans: Iterable[Plan]) -> bool:

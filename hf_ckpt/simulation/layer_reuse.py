@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_ckpt.patch.layer_settings import kinds_of_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
+from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.execution_state import RandomState, is_in_backward, tensors_in
 from hf_ckpt.simulation.fake_model import FakeCopy
 from hf_ckpt.simulation.layer_likeness import (
@@ -233,6 +235,24 @@ def kinds_of(
         of_entry = entry.alone, entry.segment is None, entry.nested, alike, begins, ends
         kinds.append((signatures[layer.outer], *of_entry, is_first_to_send))
     return kinds
+
+
+def held_to_original(
+    stacks: Sequence[Stack], plan: Plan, signatures: Mapping[nn.Module, Hashable]
+) -> set[tuple[int, int]]:
+    """Return the layers that a proven plan holds to the original: the last one of each kind does more than the others.
+
+    By number of the stack and `layer_idx`. Segments are left out.
+    """
+    found: dict[Hashable, tuple[int, int]] = {}
+    kinds: dict[Hashable, Hashable] = {}
+    for number, (stack, planned) in enumerate(zip(stacks, plan.stacks, strict=True)):
+        for idx, (layer, entry) in enumerate(zip(stack.layers, planned.layers, strict=True)):
+            if entry.mode is not Mode.NONE and entry.segment is None:
+                signature = signatures[layer.outer]
+                kinds.setdefault(signature, kinds_of_modules(layer.module))
+                found[number, entry.alone, kinds[signature]] = number, idx
+    return set(found.values())
 
 
 def represented(kinds: Sequence[Hashable], segments: Sequence[int | None]) -> dict[int, int]:

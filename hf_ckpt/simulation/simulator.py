@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.garbage_collection import no_cycles_collected
+from hf_ckpt.garbage_collection import count_as_old, no_cycles_collected
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
@@ -24,10 +24,11 @@ from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
+from hf_ckpt.simulation.fit import Capacity, Verdict, judge, unplayed_bytes
 from hf_ckpt.simulation.host_and_link_time import queue_operators
 from hf_ckpt.simulation.isolation import RealModelReachedError, isolated
 from hf_ckpt.simulation.layer_likeness import number_kinds
-from hf_ckpt.simulation.layer_reuse import LayerReuse, run_unlike, shared_layers
+from hf_ckpt.simulation.layer_reuse import LayerReuse, held_to_original, run_unlike, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
@@ -141,12 +142,28 @@ class StepSimulator:
     def reserved_bytes(self, plan: Plan | None, *, expands: bool = False) -> int:
         """Return what torch's allocator holds of the device when a training with this step begins.
 
-        `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Of CUDA devices only.
+        `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On a CPU it holds what is allocated.
         """
+        before = self.prepare()
+        if not self.device.is_cuda or before is not None:
+            peak = max(self.memory(plan).peak_bytes, 0 if before is None else before.peak_bytes)
+            return peak + (unplayed_bytes(self.device) if self.device.is_cuda else 0)
         key = *self._key(plan), expands
         if key not in self._known.reserved:
             self._known.reserved[key] = reserved_bytes(self._tape_of(plan), expands=expands)
         return self._known.reserved[key]
+
+    def verdict(self, plan: Plan | None, capacity: Capacity) -> Verdict:
+        """Return whether the step fits under a plan, with what comes before it."""
+        before = self.prepare()
+        peak = max(self.memory(plan).peak_bytes, 0 if before is None else before.peak_bytes)
+        # The allocator is played only where it decides.
+        return judge(peak, self.reserved_bytes(plan) if peak <= capacity.allocated_bytes else 0, capacity)
+
+    def has_played(self, plan: Plan | None) -> bool:
+        """Whether `reserved_bytes` is known already, or takes no play of the allocator."""
+        is_played = self.device.is_cuda and not self.step.prepares
+        return not is_played or (*self._key(plan), False) in self._known.reserved
 
     def held_within(self, plan: Plan | None, limit_bytes: int) -> Held:
         """Return what torch's allocator holds of a CUDA device that has so much for it. See `reserved_bytes`."""
@@ -291,6 +308,8 @@ class StepSimulator:
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
         unlike = set(self._known.unlike)
+        if plan is not None and self.step.is_proven:
+            unlike |= held_to_original(self.stacks, plan, self._known.signatures)
         has_segments = any(entry.segment is not None for entry in _entries(plan))
         for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
@@ -325,6 +344,8 @@ class StepSimulator:
         changed_by: Change = nullcontext,
     ) -> TracedStep:
         step, device = self.step, self.device
+        # The proof looks at all new objects for each region (`is_held_elsewhere`): earlier traces made millions.
+        count_as_old()
         fake, tracker = self._copied(reuse), self._tracker(has_costs=True)
         _turn_cache_off(fake.model.train())
         if plan is not None:

@@ -35,6 +35,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.simulation.devices import CPU, GIB, find_device, workspace_bytes
 from hf_ckpt.simulation.fake_model import meta_copy
+from hf_ckpt.simulation.fit import Capacity, capacity_of, judge
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, weights
@@ -182,11 +183,13 @@ def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
 ) -> None:
     asked: list[Allowed] = []
 
-    def plan_for(planner: StepPlanner, budget_bytes: int, *, compare: bool) -> Any:
+    def plan_for(planner: StepPlanner, capacity: Capacity, *, compare: bool) -> Any:
         simulator, allowed = planner._simulator, planner._allowed
         asked.append(allowed)
         plan = simulator.plan_of(Policy.parse("full", offload=allowed.offload_option))
-        return SimpleNamespace(plan=plan, memory=simulator.memory(plan), exactness=None)
+        memory = simulator.memory(plan)
+        verdict = judge(memory.peak_bytes, 0, capacity)
+        return SimpleNamespace(plan=plan, memory=memory, verdict=verdict, exactness=None)
 
     monkeypatch.setattr(StepPlanner, "plan_for", plan_for)
     offload = {"to": "cpu", "min_bytes": 0}
@@ -213,10 +216,12 @@ def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
 def plans_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the planner answer mode full, so that only what is made of its plans takes time."""
 
-    def plan_for(planner: StepPlanner, budget_bytes: int, *, compare: bool) -> Any:
+    def plan_for(planner: StepPlanner, capacity: Capacity, *, compare: bool) -> Any:
         simulator = planner._simulator
         plan = simulator.plan_of(Policy.parse("full"))
-        return SimpleNamespace(plan=plan, memory=simulator.memory(plan), exactness=None)
+        memory = simulator.memory(plan)
+        verdict = judge(memory.peak_bytes, 0, capacity)
+        return SimpleNamespace(plan=plan, memory=memory, verdict=verdict, exactness=None)
 
     monkeypatch.setattr(StepPlanner, "plan_for", plan_for)
 
@@ -406,25 +411,22 @@ def test_unbounded_lengths_are_planned_for_in_steps_of_an_eighth(length: int, ex
     assert _rounded_up(Batch(2, length)).length == expected
 
 
-def test_default_budget_is_what_is_free_and_the_step_s_own_less_the_reserve_without_the_context() -> None:
+def test_default_budget_is_what_is_free_the_step_s_own_and_the_context_that_is_there() -> None:
     # 10 GiB are free, 6 held by the allocator, of which 5 are used, 3 of those by the model.
     card = find_device("rtx4090")
-    found = _usable(AllocatorState(10 * GIB, 6 * GIB, 5 * GIB), card, 3 * GIB)
-    # 0.05 of the memory for fragmentation, two workspaces of 2 * 4 MiB + 8 * 16 KiB for side streams; the step's own
-    # two may be among what is used.
-    workspaces = 2 * (8 * 2**20 + 8 * 2**14)
-    assert found == 14 * GIB + workspaces - int(0.05 * card.memory_bytes) - workspaces
-    assert _usable(AllocatorState(10 * GIB, 6 * GIB, 3 * GIB + 5), card, 3 * GIB) == (
-        16 * GIB - int(0.05 * card.memory_bytes) - workspaces
-    )
+    whole, context = capacity_of(card), int(0.3 * GIB)
+    found = _usable(AllocatorState(10 * GIB, 6 * GIB, 5 * GIB), card, whole, 3 * GIB)
+    # The step's own workspaces, of 2 * 4 MiB + 8 * 16 KiB each, may be among what is used.
+    assert found == context + 14 * GIB + 2 * (8 * 2**20 + 8 * 2**14)
+    assert _usable(AllocatorState(10 * GIB, 6 * GIB, 3 * GIB + 5), card, whole, 3 * GIB) == context + 16 * GIB
 
 
 def test_what_is_counted_beside_the_model_is_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     # A reference of 2 GiB is part of the step: it was taken off the budget, and counted in the step as well.
     card, model = find_device("rtx4090"), nn.Linear(1, 1)
     monkeypatch.setattr(budgets, "_free_on_cuda", lambda: AllocatorState(10 * GIB, 6 * GIB, 5 * GIB))
-    without, with_reference = (budgets.budget_bytes(None, card, model, None, counted) for counted in (0, 2 * GIB))
-    assert with_reference - without == 2 * GIB
+    without, counted = (budgets.capacity_of_run(None, card, model, None, each) for each in (0, 2 * GIB))
+    assert counted.num_bytes - without.num_bytes == 2 * GIB
     workspaces = 2 * workspace_bytes(card)
     assert budgets.unknown_bytes(card, model, None, 2 * GIB) == 3 * GIB - workspaces
     assert budgets.unknown_bytes(card, model, None, 5 * GIB) == 0

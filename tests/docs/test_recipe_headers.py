@@ -19,7 +19,7 @@ SHIPPED = sorted(RECIPES.glob("*.yaml"))
 NEEDS = re.compile(
     r"predicted peak (?P<peak>[\d.]+) (?P<unit>GiB|MiB)(?: and [\d.]+ [GM]iB of host memory)?; "
     r"rows of up to (?P<longest>[\d,]+) tokens"
-    r"(?: fit \((?P<title>[\w -]+), [\d.]+ GiB, [\d.]+ GiB of it left free\))?"
+    r"(?: fit \((?P<title>[\w -]+), [\d.]+ GiB, [\d.]+ [GM]iB of it left free\))?"
     r"(, all that the model has positions for)?\."
 )
 HEADER = """\
@@ -57,7 +57,7 @@ def test_line_is_written_below_the_hardware_and_in_place_of_an_earlier_one() -> 
         "#           and another one.",
         "# Hardware: one GPU with 24 GB.",
         "# Memory:   predicted peak 18.0 GiB; rows of up to 3,712 tokens fit "
-        "(GeForce RTX 4090, 23.6 GiB, 1.9 GiB of it left",
+        "(GeForce RTX 4090, 23.6 GiB, 958.5 MiB of it left",
         "#           free).",
         "# Launch:   accelerate launch scripts/finetune.py recipes/small.yaml",
     ]

@@ -32,3 +32,4 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(steps_by_hand.step(), peak_bytes=MIB + held)
 
     monkeypatch.setattr(StepSimulator, "simulate", simulated)
+    monkeypatch.setattr(StepSimulator, "reserved_bytes", lambda simulator, plan: simulator.memory(plan).peak_bytes)

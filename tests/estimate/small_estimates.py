@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,13 @@ from typing import Any
 from hf_ckpt import load_recipe
 from hf_ckpt.estimate import json_documents, tables
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Row
+from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device, find_device
-from hf_ckpt.simulation.reserve import reserve
+from hf_ckpt.simulation.fit import capacity_of, judge
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 from tests import small_recipes, steps_by_hand
 
 CARD = find_device("rtx4090")
@@ -25,10 +27,16 @@ def small_subject(folder: Path, *overrides: str, **sections: Any) -> Subject:
 
 
 def card(free_bytes: int) -> Device:
-    """A card that has so much beside the most of its reserve."""
-    # 5 % of it are taken for fragmentation.
-    fixed = sum(item.high_bytes for item in reserve(CARD).items if item.name != "fragmentation")
-    return replace(CARD, name="small", memory_bytes=math.ceil((free_bytes + fixed) / 0.95) + 1)
+    """A card on which torch may reserve so much for a step that fits."""
+    return replace(CARD, name="small", memory_bytes=capacity_of(CARD).needed_bytes(free_bytes))
+
+
+def row_of(name: str, memory: StepMemory | None, *devices: Device, reserved: int = 0, **further: Any) -> Row:
+    """A row with a verdict for each device; a step reserves what it allocates, or more."""
+    needed = (
+        {} if memory is None else {each.name: judge(memory.peak_bytes, reserved, capacity_of(each)) for each in devices}
+    )
+    return Row(name, memory, verdicts=needed, **further)
 
 
 def silent(text: str) -> None:
@@ -43,13 +51,12 @@ def table(found: Estimate, **options: bool) -> str:
 
 
 def by_hand(*devices: Device) -> Estimate:
-    subject = Subject(
-        title="recipe.yaml", model=None, step=None, stacks=(), facts=(("model", "LlamaForCausalLM"), ("batch", "1 row"))
-    )
+    facts = (("model", "LlamaForCausalLM"), ("batch", "1 row"))
+    subject = Subject(title="recipe.yaml", model=None, step=Step(), stacks=(), facts=facts)
     rows = (
-        Row(RECIPE, steps_by_hand.step(0.1, 0.9, seconds=3.0)),
-        Row("none", steps_by_hand.step(6.0, seconds=2.0)),
+        row_of(RECIPE, steps_by_hand.step(0.1, 0.9, seconds=3.0), *devices),
+        row_of("none", steps_by_hand.step(6.0, seconds=2.0), *devices),
         Row("ffn", None, 'Rule {mode: ffn} asks for "ffn".'),
-        *(Row(AUTO, steps_by_hand.step(1.0, seconds=2.5), device=device) for device in devices),
+        *(row_of(AUTO, steps_by_hand.step(1.0, seconds=2.5), device, device=device) for device in devices),
     )
-    return Estimate(subject, devices, rows, RECIPE)
+    return Estimate(Predictor(subject, devices[0]), devices, rows, RECIPE)

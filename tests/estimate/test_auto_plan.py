@@ -12,6 +12,7 @@ from hf_ckpt.estimate.recipe_plan import with_auto_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.verify.processes import with_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -50,7 +51,7 @@ def test_plan_is_for_the_processes_that_were_launched(monkeypatch: pytest.Monkey
 def test_without_a_gpu_it_is_for_the_smallest_card_that_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [replace(find_device("rtx4090"), title=title, memory_bytes=gib << 30) for title, gib in CARDS.items()]
     monkeypatch.setattr(recipe_plan, "devices_for", lambda *_: tuple(cards))
-    monkeypatch.setattr(recipe_plan, "budget_of", lambda _, device: device.memory_bytes >> 10)
+    monkeypatch.setattr(recipe_plan, "capacity_of_subject", lambda _, device: Capacity(device.memory_bytes >> 10))
     _, notes = with_auto_plan(recipe_with("checkpointing.memory_budget=null", *SMALL))
     assert notes == ["policy auto: the plan for 70.0 MiB of larger card"]
 

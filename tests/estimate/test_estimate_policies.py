@@ -89,7 +89,7 @@ def test_options_beside_a_plan_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["checkpointing.memory_budget=22"], 'memory_budget is "22", without a unit'),
+        (["checkpointing.memory_budget=22"], "memory_budget is 22, without a unit"),
         (["checkpointing.memory_budget=22GX"], 'unknown unit "GX"'),
         (["checkpointing.every_n_layers=2"], "given with policy: auto, which chooses for each layer"),
         (["checkpointing.max_length=0"], "expected a number of at least 1"),

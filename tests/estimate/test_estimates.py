@@ -14,21 +14,19 @@ from hf_ckpt.estimate.estimate import (
     FIXED,
     QUICK,
     RECIPE,
+    CachedBlocks,
     Estimate,
-    Fit,
-    Row,
     estimate,
-    fit_of,
     growing,
     num_estimate_rows,
 )
-from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for
+from hf_ckpt.estimate.predict import Predictor, devices_for
 from hf_ckpt.policy.policy import AUTO
-from hf_ckpt.simulation.caching_allocator import Held
-from hf_ckpt.simulation.devices import CPU, find_device
-from hf_ckpt.simulation.reserve import reserve
+from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.fit import Fit
+from hf_ckpt.simulation.simulator import StepSimulator
 from tests import small_recipes, steps_by_hand
-from tests.estimate.small_estimates import CARD, by_hand, card, silent, small_subject, table
+from tests.estimate.small_estimates import CARD, by_hand, card, row_of, silent, small_subject, table
 from tests.steps_by_hand import MIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -92,58 +90,22 @@ def test_estimate_grows_from_the_verdict_row_by_row(found: Estimate) -> None:
     assert tables.opening(first) == tables.opening(last)
 
 
-@pytest.mark.parametrize(
-    ("fits", "expected"),
-    [(0, Fit.YES), (-1, Fit.PERHAPS), (reserve(CARD).low_bytes - reserve(CARD).high_bytes - 1, Fit.NO)],
-)
-def test_step_fits_beside_the_reserve(fits: int, expected: Fit) -> None:
-    peak = CARD.memory_bytes - reserve(CARD).high_bytes - fits
-    assert fit_of(peak, CARD) is expected
+def perhaps(peak: float, reserved: float, cached: CachedBlocks) -> str:
+    """What is said of a step that torch reserves too much for, on one line."""
+    memory = replace(steps_by_hand.step(), peak_bytes=int(peak * steps_by_hand.GIB))
+    row = row_of(RECIPE, memory, CARD, reserved=int(reserved * steps_by_hand.GIB), cached={CARD.name: cached})
+    return " ".join(table(replace(by_hand(CARD), rows=(row,))).split())
 
 
-@pytest.mark.parametrize(
-    ("peak", "held", "expected"),
-    [
-        (20.0, 22.9, Fit.YES),
-        (20.0, 22.91, Fit.PERHAPS),
-        (20.0, 40.0, Fit.PERHAPS),
-        (23.31, 23.4, Fit.NO),
-        # A batch of evaluation may need more than torch reserves for a step.
-        (23.0, 10.0, Fit.PERHAPS),
-    ],
-)
-def test_what_torch_reserves_has_to_fit_beside_the_context(peak: float, held: float, expected: Fit) -> None:
-    device = replace(CARD, memory_bytes=int(23.6 * steps_by_hand.GIB) + 1)
-    reserved = Reserved(int(held * steps_by_hand.GIB))
-    assert fit_of(int(peak * steps_by_hand.GIB), device, reserved) is expected
-
-
-@pytest.mark.parametrize(("held", "expected"), [(22.9, Fit.YES), (22.91, Fit.PERHAPS)])
-def test_what_torch_gives_back_on_a_full_card_need_not_fit(held: float, expected: Fit) -> None:
-    device = replace(CARD, memory_bytes=int(23.6 * steps_by_hand.GIB) + 1)
-    within = {device.name: Held(int(held * steps_by_hand.GIB), int(held * steps_by_hand.GIB), retries_per_step=0)}
-    reserved = Reserved(40 * steps_by_hand.GIB, within=within)
-    assert fit_of(20 * steps_by_hand.GIB, device, reserved) is expected
-    assert fit_of(20 * steps_by_hand.GIB, replace(device, name="other"), reserved) is Fit.PERHAPS
-
-
-@pytest.mark.parametrize(("left_free", "expected"), [(2.5, Fit.PERHAPS), (3.29, Fit.PERHAPS), (3.3, Fit.YES)])
-def test_buffers_between_several_processes_and_a_hundredth_have_to_fit_too(left_free: float, expected: Fit) -> None:
-    device = replace(find_device("a100-80gb"), memory_bytes=80 * steps_by_hand.GIB)
-    held = device.memory_bytes - int(left_free * steps_by_hand.GIB)
-    assert fit_of(held, device, Reserved(held)) is Fit.YES
-    assert fit_of(held, device, Reserved(held, num_processes=8)) is expected
-
-
-def test_what_expandable_segments_bring_is_said_where_torch_reserves_too_much() -> None:
-    memory = replace(steps_by_hand.step(), peak_bytes=20 * steps_by_hand.GIB)
-    row = Row(RECIPE, memory, reserved=Reserved(23 * steps_by_hand.GIB, expandable_bytes=21 * steps_by_hand.GIB))
-    text = " ".join(table(replace(by_hand(CARD), rows=(row,))).split())
+def test_what_perhaps_means_is_said_and_expandable_segments_where_they_help() -> None:
+    text = perhaps(20, 23, CachedBlocks(None, 21 * steps_by_hand.GIB))
     assert "rtx4090 perhaps peak 20.0 GiB nvidia-smi 23.3 to 23.7 GiB of 23.6 GiB" in text
     assert (
-        "On rtx4090 torch reserves 23.0 GiB for a peak of 20.0 GiB; run with "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves 21.0 GiB." in text
+        "On rtx4090 torch reserves 23.0 GiB for a peak of 20.0 GiB, and has no room for it. With "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves 21.0 GiB and fits." in text
     )
+    assert text.endswith("perhaps fits on rtx4090: only by giving cached blocks back.")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in perhaps(20, 23, CachedBlocks(None, None))
 
 
 @pytest.mark.parametrize(
@@ -155,25 +117,34 @@ def test_what_expandable_segments_bring_is_said_where_torch_reserves_too_much() 
     ],
 )
 def test_what_a_full_card_costs_is_said(retries: int, when: str) -> None:
-    memory = replace(steps_by_hand.step(), peak_bytes=20 * steps_by_hand.GIB)
-    within = {CARD.name: Held(22 * steps_by_hand.GIB, 22 * steps_by_hand.GIB, retries)}
-    reserved = Reserved(25 * steps_by_hand.GIB, expandable_bytes=21 * steps_by_hand.GIB, within=within)
-    text = " ".join(table(replace(by_hand(CARD), rows=(Row(RECIPE, memory, reserved=reserved),))).split())
-    assert "rtx4090 fits peak 20.0 GiB nvidia-smi 22.3 to 22.7 GiB of 23.6 GiB" in text
     assert (
-        "On rtx4090 torch reserves 25.0 GiB for a peak of 20.0 GiB where there is room; here it gives back what it "
-        f"holds unused, {when}; run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves 21.0 GiB." in text
+        "On rtx4090 torch reserves 25.0 GiB for a peak of 20.0 GiB, and has no room for it: it gives cached blocks "
+        f"back, {when}." in perhaps(20, 25, CachedBlocks(retries))
     )
 
 
+def test_expandable_segments_are_advised_only_where_a_step_fits_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {False: 30 * MIB, True: 25 * MIB}
+    monkeypatch.setattr(StepSimulator, "reserved_bytes", lambda _, plan, *, expands=False: held[expands])
+    subject = small_subject(tmp_path)
+    for free, expected in ((24 * MIB, None), (25 * MIB, 25 * MIB), (29 * MIB, 25 * MIB)):
+        row, *_ = estimate(subject, [card(free)], silent, ["none"]).rows
+        assert row.verdicts["small"].fit is Fit.PERHAPS
+        assert row.cached["small"].expandable_bytes == expected
+    row, *_ = estimate(subject, [card(30 * MIB)], silent, ["none"]).rows
+    assert (row.verdicts["small"].fit, row.cached) == (Fit.YES, {})
+
+
 def test_recipes_own_plan_decides(found: Estimate) -> None:
-    # What torch reserves for such small steps is the same for all.
-    found = replace(found, rows=tuple(replace(row, reserved=None) for row in found.rows))
     steps = found.steps()
     assert fits_somewhere(found)
     between = card((steps["full"].peak_bytes + steps[RECIPE].peak_bytes) // 2)
-    assert not fits_somewhere(replace(found, devices=(between,)))
-    assert fits_somewhere(replace(found, devices=(between,), decides="full"))
+    # What torch reserves for such small steps is the same for all.
+    rows = tuple(row_of(row.name, row.memory, between) for row in found.rows)
+    assert not fits_somewhere(replace(found, rows=rows, devices=(between,)))
+    assert fits_somewhere(replace(found, rows=rows, devices=(between,), decides="full"))
 
 
 def test_evaluation_has_to_fit_too(found: Estimate) -> None:
@@ -195,7 +166,8 @@ def test_batch_of_the_recipes_evaluation_is_simulated(tmp_path: Path) -> None:
 
 
 def test_one_device_of_several_is_enough(found: Estimate) -> None:
-    assert fits_somewhere(replace(found, devices=(card(0), CARD)))
+    row = row_of(RECIPE, found.steps()[RECIPE], card(0), CARD)
+    assert fits_somewhere(replace(found, rows=(row,), devices=(card(0), CARD)))
 
 
 # --- The ledger. ---

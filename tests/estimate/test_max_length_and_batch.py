@@ -11,6 +11,7 @@ from hf_ckpt.estimate import max_length_and_batch, tables
 from hf_ckpt.estimate.estimate import RECIPE
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.simulator import StepSimulator
 from tests.estimate.small_estimates import CARD, card, silent, small_subject
 from tests.steps_by_hand import MIB
@@ -22,14 +23,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations"
 def test_longest_row_fits_and_the_next_one_does_not(tmp_path: Path) -> None:
     subject = replace(small_subject(tmp_path), longest=4096)
     # Of two rows.
-    limit = max_length_and_batch.largest_fitting(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703, is_length=True)
-    assert (limit.number, limit.peak_bytes, limit.is_bound) == (640, MIB + 2 * 1024 * 640, False)
+    limit = max_length_and_batch.largest_fitting(
+        Predictor(subject, CARD), None, Capacity(MIB + 2 * 1024 * 703), is_length=True
+    )
+    assert (limit.number, limit.needed_bytes, limit.is_bound) == (640, MIB + 2 * 1024 * 640, False)
 
 
 @pytest.mark.usefixtures("linear")
 def test_row_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
     subject = small_subject(tmp_path, "model.config.max_position_embeddings=256")
-    limit = max_length_and_batch.largest_fitting(Predictor(subject, CARD), None, CARD.memory_bytes, is_length=True)
+    limit = max_length_and_batch.largest_fitting(
+        Predictor(subject, CARD), None, Capacity(CARD.memory_bytes), is_length=True
+    )
     assert (limit.number, limit.is_bound) == (256, True)
     found = max_length_and_batch.fitting_sizes(subject, [CARD], is_length=True, say=silent)
     text = tables.sizes_table(found)
@@ -90,7 +95,7 @@ def test_grid_has_a_peak_for_each_length_and_micro_batch(tmp_path: Path) -> None
         "      64  1.0 MiB  1.1 MiB    1.1 MiB",
         "     128  1.1 MiB  1.1 MiB  1.2 MiB ?",
         "",
-        "x: does not fit on small; ?: may fit, with nothing to spare",
+        "x: does not fit on small; ?: perhaps, only by giving cached blocks back",
     ]
     assert document["grids"][0]["peaks"][0] == {
         "seq_length": 16,

@@ -19,6 +19,7 @@ from hf_ckpt.finetune import train
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.simulation.devices import CPU, find_device
+from hf_ckpt.simulation.fit import Capacity
 from tests import small_recipes
 
 pytest.importorskip("trl", minversion="1.16")
@@ -200,9 +201,8 @@ def test_generation_and_the_step_after_it_take_what_is_predicted(
     training_alone = found.simulator(CPU).memory(found.plan).peak_bytes
     assert (training_alone < 0.9 * predicted) == ("max_steps" in training)
     if "max_steps" in training:
-        assert predictor.fitting(training_alone) is None
         with pytest.raises(BudgetError, match=r"the generation of 256 completions of 50 tokens at a time needs"):
-            predictor.planned(training_alone)
+            predictor.planned(Capacity(training_alone))
 
 
 def test_what_comes_before_a_generating_step_is_told(tmp_path: Path) -> None:

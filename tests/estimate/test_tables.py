@@ -11,14 +11,15 @@ import pytest
 
 from hf_ckpt.estimate import json_documents, tables
 from hf_ckpt.estimate.estimate import RECIPE, Row
+from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.reserve import reserve
+from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.simulation.step_memory import StepMemory
 from tests import steps_by_hand
-from tests.estimate.small_estimates import CARD, by_hand, table
+from tests.estimate.small_estimates import CARD, by_hand, row_of, table
 from tests.steps_by_hand import GIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -30,18 +31,18 @@ def test_table_has_a_verdict_above_the_rows_and_in_the_last_line() -> None:
         "hf-ckpt estimate recipe.yaml",
         "",
         "The recipe (no plan):",
-        "  rtx4090  fits  peak 5.3 GiB  reserve 0.5 to 1.9 GiB  of 23.6 GiB",
+        "  rtx4090  fits  peak 5.3 GiB  nvidia-smi 5.6 to 6.0 GiB  of 23.6 GiB",
         "",
         "  model   LlamaForCausalLM",
         "  batch   1 row",
-        "  device  GeForce RTX 4090, 23.6 GiB, of which 0.5 to 1.9 GiB are left for",
-        "          context, workspaces, fragmentation",
+        "  device  GeForce RTX 4090, 23.6 GiB, of which 307.2 to 716.8 MiB are CUDA's",
+        "          context, and 241.7 MiB a margin",
         "",
     ]
     assert lines[10:15] == [
         "  plan                             peak     step       host  fits",
         "  recipe                        5.3 GiB      3 s             yes",
-        "  none                         28.5 GiB      2 s             no, 5.4 GiB over",
+        "  none                         28.5 GiB      2 s             no, 5.2 GiB over",
         "  ffn                                 -                      no",
         "  auto                          8.5 GiB    2.5 s             yes",
     ]
@@ -51,7 +52,7 @@ def test_table_has_a_verdict_above_the_rows_and_in_the_last_line() -> None:
 
 def test_verbose_table_says_what_fills_memory_and_when() -> None:
     lines = table(by_hand(CARD), is_verbose=True).splitlines()
-    at = lines.index("  none                         28.5 GiB      2 s             no, 5.4 GiB over")
+    at = lines.index("  none                         28.5 GiB      2 s             no, 5.2 GiB over")
     assert lines[at + 1 : at + 3] == [
         "      saved activations 24.0 GiB, parameters 4.0 GiB, logits and loss 512.0 MiB;",
         "      forward, _log_softmax",
@@ -62,9 +63,9 @@ def test_table_of_several_devices_has_a_column_for_each() -> None:
     cards = [find_device(name) for name in ("rtx4090", "a6000", "a100-80gb")]
     lines = table(by_hand(*cards)).splitlines()
     assert lines[3:6] == [
-        "  rtx4090    fits  peak 5.3 GiB  reserve 0.5 to 1.9 GiB  of 23.6 GiB",
-        "  a6000      fits  peak 5.3 GiB  reserve 0.8 to 3.1 GiB  of 47.4 GiB",
-        "  a100-80gb  fits  peak 5.3 GiB  reserve 1.1 to 5.8 GiB  of 79.1 GiB",
+        "  rtx4090    fits  peak 5.3 GiB  nvidia-smi 5.6 to 6.0 GiB  of 23.6 GiB",
+        "  a6000      fits  peak 5.3 GiB  nvidia-smi 5.6 to 6.0 GiB  of 47.4 GiB",
+        "  a100-80gb  fits  peak 5.3 GiB  nvidia-smi 5.6 to 7.1 GiB  of 79.1 GiB",
     ]
     header = next(line for line in lines if line.startswith("  plan"))
     assert header.split() == ["plan", "peak", "step", "host", "rtx4090", "a6000", "a100-80gb"]
@@ -92,7 +93,7 @@ def test_more_devices_than_fit_beside_each_other_have_further_columns_below() ->
 def test_name_that_is_too_long_has_a_line_of_its_own() -> None:
     cards = [find_device(name) for name in ("rtx4090", "a6000", "a100-80gb")]
     found = by_hand(*cards)
-    found = replace(found, rows=(*found.rows, Row("full, offload, tiles, head", steps_by_hand.step(1.0))))
+    found = replace(found, rows=(*found.rows, row_of("full, offload, tiles, head", steps_by_hand.step(1.0), *cards)))
     lines = table(found).splitlines()
     at = lines.index("  full, offload, tiles, head")
     assert lines[at + 1].split() == ["8.5", "GiB", "2", "s", "yes", "yes", "yes"]
@@ -104,16 +105,20 @@ def test_name_that_is_too_long_has_a_line_of_its_own() -> None:
     ("peaks", "expected"),
     [
         ((20, 20), "The recipe (no plan) fits on rtx4090, a6000."),
-        ((22, 20), "The recipe (no plan) fits on a6000; perhaps on rtx4090."),
+        ((23, 20), "The recipe (no plan) fits on a6000; perhaps on rtx4090."),
         ((24, 20), "The recipe (no plan) fits on a6000; not on rtx4090."),
         ((50, 50), "The recipe (no plan) does not fit on rtx4090, a6000."),
-        ((22, 50), "The recipe (no plan) perhaps fits on rtx4090; not on a6000."),
+        ((23, 50), "The recipe (no plan) perhaps fits on rtx4090; not on a6000."),
     ],
 )
 def test_last_line_names_the_devices_that_it_fits_on(peaks: tuple[int, int], expected: str) -> None:
     cards = (CARD, find_device("a6000"))
-    rows = [json_documents.verdict_as_json(card, step_of(peak), None) for card, peak in zip(cards, peaks, strict=True)]
-    assert tables.verdict(json_documents.estimate_as_json(by_hand(*cards)) | {"verdicts": rows}) == expected
+    found = by_hand(*cards)
+    rows = [
+        json_documents.verdict_as_json(found.predictor, card, row_of(RECIPE, step_of(peak), card))
+        for card, peak in zip(cards, peaks, strict=True)
+    ]
+    assert tables.verdict(json_documents.estimate_as_json(found) | {"verdicts": rows}) == expected
 
 
 def step_of(gib: int) -> StepMemory:
@@ -131,7 +136,7 @@ def test_what_the_planner_finds_no_plan_for_does_not_fit() -> None:
     lines = table(found).splitlines()
     assert lines[2:6] == [
         "The planner's choice:",
-        "  rtx4090  does not  no plan  reserve 0.5 to 1.9 GiB  of 23.6 GiB",
+        "  rtx4090  does not  no plan    of 23.6 GiB",
         "  No plan fits memory_budget=21.7 GiB. Lowest predicted peak is 22.0 GiB, in the",
         "  backward.",
     ]
@@ -187,7 +192,7 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
         {"device": "rtx4090", "needed_bytes": 3 * steps_by_hand.GIB, "free_bytes": 2 * steps_by_hand.GIB},
     ]
     allowed = Allowed(offload=Offload(trust_host_memory=True))
-    trusted = replace(found, subject=replace(found.subject, allowed=allowed))
+    trusted = replace(found, predictor=Predictor(replace(found.subject, allowed=allowed), CARD))
     assert table(trusted).splitlines()[-2] == "It needs 3.0 GiB of host memory too, next to rtx4090."
 
 
@@ -198,7 +203,8 @@ def test_json_has_every_figure() -> None:
     assert read["command"] == "hf-ckpt estimate recipe.yaml 'data.path=a b'"
     assert read["versions"].keys() >= {"python", "hf_ckpt", "torch", "transformers", "accelerate"}
     assert (read["recipe"], read["fits"], read["decides"]) == ("recipe.yaml", True, "recipe")
-    assert read["devices"][0]["reserve_bytes"] == [reserve(CARD).low_bytes, reserve(CARD).high_bytes]
+    assert read["devices"][0]["outside_bytes"] == list(capacity_of(CARD).outside)
+    assert read["verdicts"][0]["needed_bytes"] == capacity_of(CARD).needed_bytes(read["rows"][0]["peak_bytes"])
     own, none, ffn, _ = read["rows"]
     assert (own["fits"], none["fits"]) == ({"rtx4090": "yes"}, {"rtx4090": "no"})
     assert none["by_category"] == {

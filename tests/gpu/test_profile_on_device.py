@@ -13,7 +13,7 @@ import torch
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import profile_step
 from hf_ckpt.simulation.devices import DEVICES, GIB, this_device
-from hf_ckpt.simulation.reserve import reserve
+from hf_ckpt.simulation.fit import capacity_of
 from tests.gpu.test_exact_on_device import DEVICES as PLACES
 from tests.gpu.test_exact_on_device import on_device
 
@@ -73,11 +73,11 @@ def test_calibration_skips_itself_beside_others(
 
 
 @pytest.mark.gpu
-def test_what_a_process_takes_beside_its_tensors_lies_in_the_reserve() -> None:
+def test_what_a_process_takes_beside_its_tensors_is_what_is_kept_for_the_context() -> None:
     torch.ones(1024, 1024, device="cuda") @ torch.ones(1024, 1024, device="cuda")
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
-    context = reserve(this_device()).items[0]
+    least, _ = capacity_of(this_device()).outside
     # Other processes may use the device too, so that only the lower bound is certain.
-    assert outside >= context.low_bytes - GIB // 16
+    assert outside >= least - GIB // 16

@@ -33,10 +33,15 @@ def memory_of(step: Step, states: int = 8 * GIB) -> StepMemory:
     return StepMemory("rtx4090", None, step.tokens, sum(sizes.values()), place, sizes, Timeline((), {}))
 
 
+def _error(budget: int, smallest: StepMemory, *given: Any, **options: Any) -> BudgetError:
+    """As on a CPU, where a step needs what it allocates."""
+    return nothing_fits(budget, smallest, smallest.peak_bytes, *given, **options)
+
+
 def error_of(budget: int, step: Step = STEP, states: int = 8 * GIB, changes: tuple[OptionChange, ...] = ()) -> str:
     """The message, and a check that all it says of the step was simulated within the budget."""
     peak = lambda other: memory_of(other, states).peak_bytes  # noqa: E731
-    found = nothing_fits(budget, memory_of(step, states), step, peak, changes, device_bytes=24 * GIB)
+    found = _error(budget, memory_of(step, states), step, peak, changes, device_bytes=24 * GIB)
     assert isinstance(found, BudgetError)
     assert isinstance(found, PolicyError)
     return str(found)
@@ -66,7 +71,7 @@ def test_budget_that_the_device_does_not_have_is_no_advice() -> None:
 
 
 def test_where_only_bitwise_plans_were_looked_at_it_says_so() -> None:
-    found = nothing_fits(GIB, memory_of(STEP), STEP, lambda other: memory_of(other).peak_bytes, is_exact=True)
+    found = _error(GIB, memory_of(STEP), STEP, lambda other: memory_of(other).peak_bytes, is_exact=True)
     assert str(found).startswith("No bitwise plan fits memory_budget=1.0 GiB with exact: true. Lowest predicted peak")
 
 
@@ -107,7 +112,7 @@ def test_smaller_batches_are_not_advised_where_the_states_alone_are_too_much() -
         return memory_of(step).peak_bytes
 
     step = replace(STEP, optim=None)
-    message = str(nothing_fits(6 * GIB, memory_of(step), step, peak))
+    message = str(_error(6 * GIB, memory_of(step), step, peak))
     assert message.endswith(
         "2.0 GiB logits and loss. Shorter rows and smaller micro-batches are not enough: one row of 64 tokens needs "
         '8.1 GiB. With each of these lines one fits, as simulated:\n  memory_budget="16.0GiB"  # 16.0 GiB'
@@ -128,7 +133,7 @@ def test_each_step_is_simulated_once_and_told_of() -> None:
         tried.append(step)
         return memory_of(step).peak_bytes
 
-    nothing_fits(12 * GIB, memory_of(STEP), STEP, peak, [OptionChange({"head": "chunked"}, lambda: 0)], say=told.append)
+    _error(12 * GIB, memory_of(STEP), STEP, peak, [OptionChange({"head": "chunked"}, lambda: 0)], say=told.append)
     assert len(tried) == len(set(map(repr, tried))) == len(told) - 1
     assert told[0] == "Simulating 1 row of 64 tokens ..."
     assert told[-2:] == ['Simulating optim="paged_adamw_8bit" ...', 'Simulating head="chunked" ...']
@@ -136,7 +141,7 @@ def test_each_step_is_simulated_once_and_told_of() -> None:
 
 def test_what_takes_nothing_is_not_listed() -> None:
     memory = replace(memory_of(STEP), by_category={Category.SAVED: 3 * GIB, Category.LOSS: 0}, peak_bytes=3 * GIB)
-    assert where_it_lies(memory) == (
+    assert where_it_lies(memory, memory.peak_bytes) == (
         "Lowest predicted peak is 3.0 GiB, in the backward of layer 3 (ffn), aten.mm: 3.0 GiB saved activations."
     )
 

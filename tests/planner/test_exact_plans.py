@@ -24,6 +24,7 @@ from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, StepTime, Timeline
@@ -64,6 +65,7 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
         return made(tiles=TILED in chain.layers[0].costs, head=HeadMode.CHUNKED)
 
     monkeypatch.setattr(StepSimulator, "simulate", simulated)
+    monkeypatch.setattr(StepSimulator, "reserved_bytes", lambda simulator, plan: simulator.memory(plan).peak_bytes)
     monkeypatch.setattr(search, "with_tiles", tiled)
     monkeypatch.setattr(search, "with_chunked_head", chunked)
     monkeypatch.setattr(StepSimulator, "plan_of", lambda simulator, policy: TEMPLATE)
@@ -71,7 +73,7 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_within(mib: int, **allowed: Any) -> Planned:
     return StepPlanner(StepSimulator(nn.Module(), STEP, CARD), allowed=Allowed(**allowed), chain=made()).plan_for(
-        mib * MIB, compare=True
+        Capacity(mib * MIB), compare=True
     )
 
 
@@ -131,7 +133,9 @@ def test_difference_that_cannot_be_seen_is_not_told() -> None:
 
 
 def test_nothing_is_compared_where_nobody_asks() -> None:
-    assert StepPlanner(StepSimulator(nn.Module(), STEP, CARD), chain=made()).plan_for(30 * MIB).exactness is None
+    assert (
+        StepPlanner(StepSimulator(nn.Module(), STEP, CARD), chain=made()).plan_for(Capacity(30 * MIB)).exactness is None
+    )
 
 
 def test_exact_is_refused_with_what_would_fit() -> None:

@@ -22,6 +22,7 @@ from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, find_device
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 
@@ -65,7 +66,7 @@ def test_the_same_question_has_the_same_answer_and_it_survives_json(chain: Chain
     peaks = ChainPlanner(chain).peaks
     budget = peaks[len(peaks) // 2]
     first, second = (
-        StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(budget) for _ in range(2)
+        StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(Capacity(budget)) for _ in range(2)
     )
     assert first.plan == second.plan == Plan.from_json(first.plan.to_json())
     assert first.memory.peak_bytes <= budget
@@ -75,7 +76,7 @@ def test_the_same_question_has_the_same_answer_and_it_survives_json(chain: Chain
 def test_a_budget_below_every_plan_says_what_would_fit() -> None:
     step = replace(TINY.step, batch_size=4, seq_length=512)
     with pytest.raises(BudgetError) as error:
-        StepPlanner(StepSimulator(build(TINY), step, CPU), allowed=Allowed(head=False)).plan_for(272_629_760)
+        StepPlanner(StepSimulator(build(TINY), step, CPU), allowed=Allowed(head=False)).plan_for(Capacity(272_629_760))
     message = str(error.value)
     assert "No plan fits memory_budget=260.0 MiB. Lowest predicted peak is" in message
     assert "logits and loss" in message
@@ -86,14 +87,14 @@ def test_a_budget_below_every_plan_says_what_would_fit() -> None:
 
 def test_a_chunked_head_is_chosen_where_nothing_fits_without() -> None:
     step = replace(TINY.step, batch_size=4, seq_length=512)
-    found = StepPlanner(StepSimulator(build(TINY), step, CPU)).plan_for(272_629_760)
+    found = StepPlanner(StepSimulator(build(TINY), step, CPU)).plan_for(Capacity(272_629_760))
     assert found.plan.head is HeadMode.CHUNKED
     assert found.memory.peak_bytes <= 272_629_760
 
 
 def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
     with pytest.raises(BudgetError, match="weights"):
-        StepPlanner(StepSimulator(build(SHALLOW), Step(batch_size=1, seq_length=64), CPU)).plan_for(1_000_000)
+        StepPlanner(StepSimulator(build(SHALLOW), Step(batch_size=1, seq_length=64), CPU)).plan_for(Capacity(1_000_000))
 
 
 def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
@@ -101,9 +102,8 @@ def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
     choice = ChainPlanner(chain).smallest_peak
     plan = to_plan(choice, chain, make_plan(model, Policy.parse("none")))
     needed = simulate_step(model, plan, TINY.step, device).peak_bytes
-    assert (
-        StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(needed).memory.peak_bytes <= needed
-    )
+    found = StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(Capacity(needed))
+    assert found.memory.peak_bytes <= needed
 
 
 def test_what_the_chain_knows_to_exceed_the_budget_is_not_simulated(
@@ -113,15 +113,15 @@ def test_what_the_chain_knows_to_exceed_the_budget_is_not_simulated(
     budget = peaks[0] + (peaks[-1] - peaks[0]) * 3 // 14
     tried = list[Choice]()
 
-    def planned(chains: _Chains, chain: Chain, choice: Choice) -> Planned:
+    def planned(chains: _Chains, chain: Chain, choice: Choice, capacity: Capacity) -> Planned:
         tried.append(choice)
-        return simulated(chains, chain, choice)
+        return simulated(chains, chain, choice, capacity)
 
     simulated = _Chains.planned
     monkeypatch.setattr(_Chains, "planned", planned)
     simulator = StepSimulator(build(TINY), TINY.step, find_device(TINY.device))
-    found = StepPlanner(simulator, chain=chain).fitting(budget)
-    assert found.memory.peak_bytes == pytest.approx(found.choice.peak_bytes, rel=1e-4)
+    found = StepPlanner(simulator, chain=chain).plan_for(Capacity(budget))
+    assert found.memory.peak_bytes == pytest.approx(found.choice.peak_bytes, rel=1e-3)
     # Of policies that a user would write the chain may be less sure.
     of_user = {choice.entries for choice in fixed_choices(chain)}
     assert [choice.peak_bytes > budget for choice in tried if choice.entries not in of_user] == [False]
@@ -139,7 +139,7 @@ def test_a_budget_below_all_segments_is_met_by_a_binomial_schedule() -> None:
     planner = StepPlanner(simulator)
     segments = ChainPlanner(planner.chain).smallest_peak
     budget = int(segments.peak_bytes * 0.97)
-    found = planner.plan_for(budget)
+    found = planner.plan_for(Capacity(budget))
     assert any(entry.snapshots is not None for entry in found.plan.stacks[0].layers)
     assert found.memory.peak_bytes <= budget
     assert found.memory.peak_bytes == pytest.approx(found.choice.peak_bytes, rel=1e-3)

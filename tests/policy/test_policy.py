@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_ckpt.errors import HFCkptError, PolicyError
-from hf_ckpt.policy.options import HeadMode, Offload
+from hf_ckpt.policy.options import HeadMode, Offload, PolicyOptions, takes
 from hf_ckpt.policy.policy import Mode, Policy, Rule
 
 MODES = '"none", "full", "attention", "ffn", "selective", "selective_attention"'
@@ -207,7 +207,7 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
     [
         # The mode.
         ("ful", f'Unknown mode "ful". Modes are {MODES}. Did you mean "full"?'),
-        ("FULL", f'Unknown mode "FULL". Modes are {MODES}.'),
+        ("FULL", f'Unknown mode "FULL". Modes are {MODES}. Did you mean "full"?'),
         ("", f'Unknown mode "". Modes are {MODES}.'),
         ("xyz", f'Unknown mode "xyz". Modes are {MODES}.'),
         ({"mode": "atention"}, f'Unknown mode "atention". Modes are {MODES}. Did you mean "attention"?'),
@@ -357,7 +357,7 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
         ),
         (
             rule(offload={"host_memory": 64}),
-            'host_memory is "64", without a unit. Write "64GiB" or "64GB"; only a fraction of the device, above 0 and '
+            'host_memory is 64, without a unit. Write "64GiB" or "64GB"; only a fraction of the device, above 0 and '
             "at most 1, has none.",
         ),
         (
@@ -483,3 +483,9 @@ def test_policy_error_is_a_value_error_of_this_package() -> None:
 def test_rule_describes_itself_as_it_is_written() -> None:
     parsed = Policy.parse(rule(layers=[0, 2], stack="vision", segment_size="sqrt", nested=True)).rules[0]
     assert parsed.describe() == '{mode: "full", layers: [0, 2], stack: "vision", segment_size: "sqrt", nested: true}'
+
+
+def test_an_option_that_is_nearly_right_is_suggested() -> None:
+    function = takes(PolicyOptions)(lambda **options: None)
+    with pytest.raises(TypeError, match=r"argument 'every_n_layer'\. Did you mean \"every_n_layers\"\?$"):
+        function(every_n_layer=2)

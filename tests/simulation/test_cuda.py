@@ -25,6 +25,7 @@ from hf_ckpt.simulation.cuda import add_workspaces, attention_to_build, emulate_
 from hf_ckpt.simulation.cuda.attention import Kernel, choose_kernel
 from hf_ckpt.simulation.devices import CPU, DEVICES, Device, find_device, workspace_bytes
 from hf_ckpt.simulation.fake_model import fake_copy
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory
@@ -492,10 +493,12 @@ def test_a_batch_of_evaluation_has_those_of_the_steps_around_it(model: nn.Module
 def test_the_planner_counts_them_once(model: nn.Module) -> None:
     full = simulate_step(model, "full", STEP, A100_80GB)
     # They are in the least that there is, and so in what the planner compares with a budget.
-    least = StepPlanner(StepSimulator(model, STEP, A100_80GB), allowed=Allowed(exact=True)).plan_for(full.peak_bytes)
+    least = StepPlanner(StepSimulator(model, STEP, A100_80GB), allowed=Allowed(exact=True)).plan_for(
+        Capacity(full.peak_bytes)
+    )
     assert workspaces(least.memory) == 2 * SMALL
     assert least.memory.peak_bytes <= full.peak_bytes
     with pytest.raises(hf_ckpt.BudgetError):
         StepPlanner(StepSimulator(model, STEP, A100_80GB), allowed=Allowed(exact=True)).plan_for(
-            least.memory.peak_bytes - 2 * SMALL
+            Capacity(least.memory.peak_bytes - 2 * SMALL)
         )

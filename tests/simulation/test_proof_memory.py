@@ -26,6 +26,7 @@ from hf_ckpt.regions.fingerprints import (
 )
 from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.simulation.devices import CPU, DEVICES
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Phase, StepMemory
@@ -118,7 +119,7 @@ def test_a_plan_for_a_budget_keeps_it_in_the_step_that_is_proven() -> None:
     model, step = run.model(), replace(run.step, is_proven=True)
     none, full = (simulate_step(model, Policy.parse(mode), step, CPU).peak_bytes for mode in ("none", "full"))
     budget = (none + full) // 2
-    found = StepPlanner(StepSimulator(model, step, CPU)).plan_for(budget)
+    found = StepPlanner(StepSimulator(model, step, CPU)).plan_for(Capacity(budget))
     assert found.memory.peak_bytes <= budget
     assert simulate_step(model, found.plan, step, CPU).peak_bytes == found.memory.peak_bytes
 

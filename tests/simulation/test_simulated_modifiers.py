@@ -24,6 +24,7 @@ from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.simulation.devices import CPU, DEVICES
+from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
@@ -212,8 +213,8 @@ def test_plans_for_one_budget_after_the_other_are_those_for_each_by_itself(chain
     plans = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain)
     least, most = ChainPlanner(chain).smallest_peak.peak_bytes, predict(chain, [NONE] * LAYERS).peak_bytes
     for budget in (least + (most - least) // 2, most):
-        found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(budget)
-        assert plans.plan_for(budget).plan == found.plan
+        found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(Capacity(budget))
+        assert plans.plan_for(Capacity(budget)).plan == found.plan
 
 
 @pytest.mark.sweep
@@ -254,13 +255,13 @@ def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_f
     without = replace(chain, layers=tuple(layers))
     budget = simulate_step(built, Policy.parse("full", offload="cpu"), STEP, A100).peak_bytes + INPUT_BYTES // 2
     assert budget < ChainPlanner(without).smallest_peak.peak_bytes
-    found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(budget)
+    found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(Capacity(budget))
     assert any(entry.offload for entry in found.plan.stacks[0].layers)
     assert found.memory.peak_bytes <= budget
     assert found.memory.host_bytes > 0
     with pytest.raises(BudgetError) as error:
         StepPlanner(StepSimulator(built, STEP, A100), allowed=replace(allowed, offload=None), chain=without).plan_for(
-            budget
+            Capacity(budget)
         )
     assert re.search(r"\n  offload=\"cpu\" +# [\d.]+ MiB, with [\d.]+ MiB of host memory", str(error.value))
 
