@@ -393,7 +393,9 @@ class _Layout:
         numbers, names = self.hooks_now(), self.held.names()
         if numbers != self._kinds[0] or names is not self._kinds[1]:
             functions = chain(map(attrgetter("forward"), self.modules), *map(dict.values, self._hooks))
-            self._kinds = numbers, names, {*names, *map(_code_of, functions)}
+            # Tools of torch (FLOP counters) only watch.
+            others = (each for each in functions if not str(getattr(each, "__module__", "")).startswith("torch.utils."))
+            self._kinds = numbers, names, {*names, *map(_code_of, others)}
         return self._kinds[2]
 
     def hooks_copied(self) -> tuple[list[int], _Hooks]:

@@ -128,7 +128,7 @@ class Feature:
         """Yield the names that are missing, as far as can be told without using them."""
         if self.gone is not None:
             yield self.gone
-        if self._modules:
+        if self._modules and _is_installed(self._modules[0]):
             source = "\n".join(map(_source_of, self._modules))
             for name in sorted(self._reads):
                 if not re.search(rf"\b{name}\b", source):
@@ -138,8 +138,7 @@ class Feature:
 def missing() -> list[Missing]:
     """Return what of our features is off with the libraries that are installed. Imports those libraries."""
     for library in LIBRARIES:
-        is_here = importlib.util.find_spec(library) is not None
-        if is_here and importlib.util.find_spec(f"{__name__}.{library}") is not None:
+        if _is_installed(library) and importlib.util.find_spec(f"{__name__}.{library}") is not None:
             importlib.import_module(f"{__name__}.{library}")
     return [Missing(each.what, name, each.message(name)) for each in _FEATURES for name in each.names_gone()]
 
@@ -220,6 +219,10 @@ def _names_of(code: CodeType) -> set[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def _source_of(module: str) -> str:
