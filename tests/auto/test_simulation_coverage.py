@@ -273,6 +273,7 @@ def test_classification_of_bert_is_predicted_as_it_runs(tmp_path: Path) -> None:
     assert abs(prediction_error(model, tmp_path, data)) < 0.01
 
 
+@pytest.mark.sweep
 def test_classification_keeps_a_budget_below_none(tmp_path: Path) -> None:
     data = [{"input_ids": torch.ones(256).long(), "labels": 1}] * 8
     run, _ = trainer(LlamaForSequenceClassification(LlamaConfig(**SIZES)), tmp_path, data)

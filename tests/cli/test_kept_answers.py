@@ -129,6 +129,7 @@ def test_text_comes_from_the_answer_that_json_was_printed_of(tmp_path: Path) -> 
     assert "saved activations" in text.out
 
 
+@pytest.mark.sweep
 def test_no_cache_neither_reads_nor_writes(planned: tuple[Path, Done], monkeypatch: pytest.MonkeyPatch) -> None:
     cache, first = planned
     before = kept_files(cache)

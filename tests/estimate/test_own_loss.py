@@ -172,7 +172,7 @@ MANY |= {"generation_kwargs": {"min_new_tokens": 50}}
         (MANY, None),
     ],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_generation_and_the_step_after_it_take_what_is_predicted(
     training: dict[str, Any], lora: dict[str, Any] | None, tmp_path: Path
 ) -> None:

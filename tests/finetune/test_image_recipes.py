@@ -181,7 +181,7 @@ def write_bounded(folder: Path, weights: Path, **sections: Any) -> Path:
 
 
 @pytest.mark.parametrize("overrides", [[], ["training.per_device_train_batch_size=1", "training.bf16=true"]])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_bounds_say_before_what_the_largest_images_take(qwen3_vl: Path, tmp_path: Path, overrides: list[str]) -> None:
     auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
     recipe = load_recipe(write_bounded(tmp_path, qwen3_vl, checkpointing=auto), overrides)

@@ -143,6 +143,7 @@ def test_built_in_data_serves_every_trainer(tmp_path: Path) -> None:
                 assert sorted(row["chosen"].split()) == sorted(row["rejected"].split())
 
 
+@pytest.mark.sweep
 def test_tiny_recipe_learns_to_prefer_what_is_written(tmp_path: Path) -> None:
     pytest.importorskip("trl", minversion="1.16")
     # A part of the data, and of the base's training.

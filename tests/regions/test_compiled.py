@@ -127,7 +127,7 @@ def test_what_was_compiled_before_the_plan_is_exact(make: Callable[[Any, Any], n
 
 @pytest.mark.slow
 @every_way
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_what_is_compiled_under_the_plan_is_exact(make: Callable[[Any, Any], nn.Module]) -> None:
     hold(make, "eager", "full", is_later=True)
 

@@ -58,6 +58,7 @@ def test_every_category_has_a_colour_of_its_own() -> None:
     assert len(set(plots.COLOURS.values())) == len(Category)
 
 
+@pytest.mark.sweep
 def test_step_has_a_panel_for_each_plan_with_its_peak(figures: list[Any], tmp_path: Path) -> None:
     plots.draw_steps(STEPS, tmp_path / "steps.png", title="a recipe", limit_bytes=6 * GIB)
     (figure,) = figures
