@@ -28,7 +28,7 @@ from hf_ckpt.auto.model_state import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, UnsupportedError
-from hf_ckpt.planner.advice import inexact_parts
+from hf_ckpt.planner.advice import Exactness, inexact_parts
 from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
@@ -157,12 +157,11 @@ class RunPlanner:
 
     def _compare_with_plain(self, batch: Batch, needed_bytes: int, plain_bytes: int, of_plain: float) -> None:
         if plain_bytes:
-            bits = "" if inexact_parts(self.plan) else " and changes no bit of loss and gradients"
+            exactness = Exactness(inexact_parts(self.plan), of_plain).describe()
             self._comparison = (
                 f"plain training would need {format_bytes(plain_bytes)}, your budget is "
-                f"{format_bytes(self.capacity.num_bytes)}, this plan needs {format_bytes(needed_bytes)}: what it does "
-                f"not keep is computed or fetched again in backward, which costs {max(0.0, of_plain - 1):.0%} of "
-                f"time{bits} (predicted, for {batch.describe()})"
+                f"{format_bytes(self.capacity.num_bytes)}, this plan needs {format_bytes(needed_bytes)}: {exactness} "
+                f"(predicted, for {batch.describe()})"
             )
 
     def start(self, batch: Batch) -> None:

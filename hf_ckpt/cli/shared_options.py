@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hf_ckpt.recipe.recipe import Recipe
 
 _CONFIGS = "accelerate"
+_LIBRARIES = "transformers peft trl accelerate bitsandbytes datasets DeepSpeed torch huggingface_hub".split()
+"""Whose loggers keep to errors in a command that trains nothing."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,21 @@ def quieten_peft() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what libraries print of themselves out of the report."""
-    quieten_peft()
-    # It tells of the accelerator that it sees.
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
+    """Keep what libraries print and warn of out of the report: nothing is trained, and nobody can act on it."""
+    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), open(os.devnull, "w", encoding="utf-8") as nowhere:
+            warnings.simplefilter("ignore")
+            # Last added, first asked. Of the module whose line a warning points at.
+            warnings.filterwarnings("default", module=r"hf_ckpt(\.|$)")
+            with contextlib.redirect_stdout(nowhere):
+                yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def say(text: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from hf_ckpt.estimate.estimate import Estimate, Row, capacity_of_subject
 from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.step_of_recipe import Subject
+from hf_ckpt.estimate.weights import as_json as weights_as_json
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.simulation.devices import Device, this_device
@@ -24,7 +26,7 @@ def estimate_as_json(found: Estimate) -> dict[str, Any]:
         "fits": any(verdict["fits"] == Fit.YES for verdict in verdicts),
         "decides": found.decides,
         "verdicts": verdicts,
-        "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
+        **facts_as_json(found.subject),
         "devices": [
             {
                 **device_as_json(device, found.predictor.capacity(device)),
@@ -40,6 +42,12 @@ def estimate_as_json(found: Estimate) -> dict[str, Any]:
             if row.memory is not None and (needed := row.memory.host_bytes)
         ],
     }
+
+
+def facts_as_json(subject: Subject) -> dict[str, Any]:
+    """Return what was taken for what: as text, and the weights as numbers."""
+    weights = None if subject.weights is None else weights_as_json(subject.weights)
+    return {"facts": [{"name": name, "text": text} for name, text in subject.facts], "weights": weights}
 
 
 def row_as_json(row: Row) -> dict[str, Any]:

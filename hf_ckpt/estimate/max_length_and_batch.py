@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.estimate import RECIPE, Say, capacity_of_subject
+from hf_ckpt.estimate.json_documents import facts_as_json
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
@@ -142,7 +143,7 @@ def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: boo
     return {
         "recipe": subject.title,
         "unit": "tokens" if is_length else "rows",
-        "facts": [{"name": name, "text": text} for name, text in subject.facts],
+        **facts_as_json(subject),
         "rows": [row for device in devices for row in _fitting_on(predictor, device, is_length=is_length, say=say)],
     }
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from hf_ckpt.estimate.pictures import frontier
-from hf_ckpt.estimate.tables import FIT_WORDS, format_seconds, versions
+from hf_ckpt.estimate.tables import FIT_WORDS, format_seconds, only_by, versions
 from hf_ckpt.html_svg import element, escape, html_table, svg
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.simulation.devices import Device
@@ -91,13 +91,18 @@ class Page:
 
     def _said(self, name: str, step: StepMemory) -> str:
         peak, seconds = format_bytes(step.peak_bytes), format_seconds(step.time.total)
-        return f"{name}: peak {peak}, a step in {seconds}; it {FIT_WORDS[self.fits[name]]}"
+        return f"{name}: peak {peak}, a step in {seconds}; it {FIT_WORDS[self.fits[name]]}{only_by(self.fits[name])}"
 
     def _rows(self) -> str:
         header = element("tr", *(element("th", name, scope="col") for name in ("plan", "peak", "step", "fits")))
         lines = [header]
         for number, (name, step) in enumerate(self.steps.items()):
-            cells = (name, format_bytes(step.peak_bytes), format_seconds(step.time.total), self.fits[name])
+            cells = (
+                name,
+                format_bytes(step.peak_bytes),
+                format_seconds(step.time.total),
+                self.fits[name] + only_by(self.fits[name]),
+            )
             lines.append(element("tr", *(element("td", escape(cell)) for cell in cells), data_row=number))
         return element("div", element("table", *lines), class_="wide rows")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.estimate.json_documents import device_as_json, memory_as_json
+from hf_ckpt.estimate.json_documents import device_as_json, facts_as_json, memory_as_json
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, random_base, random_model, subject_of
 from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds
@@ -98,7 +98,7 @@ def profile_as_json(found: Measured) -> dict[str, Any]:
     device = found.device
     return {
         "recipe": found.subject.title,
-        "facts": [{"name": name, "text": words} for name, words in found.subject.facts],
+        **facts_as_json(found.subject),
         "device": {
             "name": device.name,
             "title": device.title,

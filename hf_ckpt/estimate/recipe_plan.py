@@ -10,7 +10,13 @@ from typing import Any
 
 from hf_ckpt.errors import BudgetError, RecipeError, UnsupportedError
 from hf_ckpt.estimate.estimate import Row, capacity_of_subject, fixed_rows, judged, own_budget
-from hf_ckpt.estimate.json_documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
+from hf_ckpt.estimate.json_documents import (
+    device_as_json,
+    exactness_as_json,
+    facts_as_json,
+    memory_as_json,
+    verdict_as_json,
+)
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
@@ -104,7 +110,7 @@ def plan_as_json(found: PlannedRecipe, assumed: str) -> dict[str, Any]:
         "card": device_as_json(found.device, found.predictor.capacity(found.device)),
         "budget_bytes": found.capacity.num_bytes,
         "verdict": verdict_as_json(found.predictor, found.device, found.row, found.evaluation),
-        "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
+        **facts_as_json(found.subject),
         **memory_as_json(memory),
         "exactness": None if exactness is None else exactness_as_json(exactness),
         "plan": json.loads(plan.to_json()),

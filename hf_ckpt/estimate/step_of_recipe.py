@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.launch_sharding import describe_sharding, sharding_of
+from hf_ckpt.estimate.weights import Weights, weights_of
 from hf_ckpt.loading.model import (
     Found,
     bits_and_bytes,
@@ -45,10 +47,12 @@ from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+from hf_ckpt.upstream.transformers import attention_of, experts_of
 
 _SDPA = "sdpa"
 _EVERYWHERE = ("eager", _SDPA)
 """The attention that needs no GPU."""
+_HALF = ("bfloat16", "float16")
 _NOT_COUNTED = "not counted", "the time that takes, what functions take that reward completions, and evaluation"
 
 
@@ -63,6 +67,7 @@ class Subject:
         stacks: the model's layers.
         plan: what the recipe's policy means for them; None without a policy.
         facts: what was taken for what, as (name, text) rows.
+        weights: its numbers by dtype, and its adapter; None of a model that is taken as it is.
         structure: `layers`, `attention` and `ffn` of the recipe's policy, where they are not found by structure.
         allowed: what a plan that is chosen for a budget may hold besides modes.
         longest: tokens that the model has positions for; None where its config does not say.
@@ -76,6 +81,7 @@ class Subject:
     stacks: tuple[Stack, ...]
     plan: Plan | None = None
     facts: tuple[tuple[str, str], ...] = ()
+    weights: Weights | None = None
     structure: Mapping[str, Any] = field(default_factory=dict)
     allowed: Allowed = field(default_factory=Allowed)
     longest: int | None = None
@@ -149,17 +155,19 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     if recipe.checkpointing is not None:
         # As the callback does: where the embeddings' output needs gradients, the first layer holds more.
         InputGradients(model, choose_input_gradients(model, stacks, checkpointing.input_require_grads))
+    weights = weights_of(model)
     subject = Subject(
         title=shown(recipe.path),
         model=model,
         step=step,
         stacks=stacks,
         facts=(
-            *_facts(recipe, found, model, step),
+            *_facts(found, recipe, model, step, weights),
             *words,
             *((("before", f"{step.prepares}, scoring"), _NOT_COUNTED) if step.prepares else ()),
             *_changed(recipe),
         ),
+        weights=weights,
         structure=names,
         allowed=checkpointing.allowed,
         longest=getattr(model.config.get_text_config(), "max_position_embeddings", None),
@@ -270,18 +278,16 @@ def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 # --- Words. ---
 
 
-def _facts(recipe: Recipe, found: Found, model: Any, step: Step) -> Iterator[tuple[str, str]]:
-    num_all = sum(map(_num_weights, model.parameters()))
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    yield (
-        "model",
-        f"{_class_name(model)}, {num_all:,} parameters, {num_trained:,} of them trained; config from {found.source}",
-    )
+def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weights) -> Iterator[tuple[str, str]]:
+    yield "model", f"{_class_name(model)}; config from {found.source}"
+    yield "weights", weights.describe()
+    yield "trained", weights.describe_trained()
     times = step.gradient_accumulation_steps
     yield "batch", f"{describe_rows(step)}; {times} micro-batch{'es' if times > 1 else ''} in each step"
     precision = f"{step.autocast} autocast" if step.autocast else "no autocast"
-    yield "training", f"weights {_dtype_words(recipe, found)}, {precision}, {step.optim}"
+    yield "training", f"{precision}, {_optimizer_words(step, weights)}"
     yield "engine", describe_sharding(step.sharding)
+    yield "versions", _version_words(recipe, model, weights)
 
 
 def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -297,17 +303,24 @@ def describe_rows(step: Step) -> str:
     return f"{rows} of {step.seq_length:,} tokens{how}"
 
 
-def _dtype_words(recipe: Recipe, found: Found) -> str:
-    kind = str(_dtype(recipe, found)).removeprefix("torch.")
-    section = recipe.quantization or {}
-    bits = "4-bit" if section.get("load_in_4bit") else "8-bit" if section.get("load_in_8bit") else ""
-    return f"{bits} over {kind}" if bits else kind
+def _optimizer_words(step: Step, weights: Weights) -> str:
+    """Return the optimizer, and where its state is in less than float32 as the weights are that it steps."""
+    # FSDP with mixed precision and ZeRO step weights of their own, in float32.
+    is_master = step.sharding.engine.startswith(("fsdp", "zero")) and step.autocast is not None
+    kinds = [] if is_master else [kind for kind in weights.trained_by_dtype if kind in _HALF]
+    return f"{step.optim}{f' in {kinds[0]}: neither weights nor state in float32' if kinds else ''}"
 
 
-def _num_weights(parameter: torch.Tensor) -> int:
-    # A 4-bit weight packs two numbers into a byte, and several into a wider storage.
-    state = getattr(parameter, "quant_state", None)
-    return int(torch.Size(state.shape).numel()) if state is not None else parameter.numel()
+def _version_words(recipe: Recipe, model: Any, weights: Weights) -> str:
+    """Return the versions that the step is that of, and what computes attention and experts."""
+    used = {"trl": recipe.kind.of_trl, "peft": weights.adapter is not None, "bitsandbytes": weights.is_quantised}
+    names = ["transformers", *(name for name, is_used in used.items() if is_used), "torch"]
+    chosen = {"attention": attention_of(model.config)}
+    if weights.num_experts:
+        chosen["experts"] = experts_of(model.config)
+    kernels = "".join(f", {what} by {name}" for what, name in chosen.items() if name)
+    # Not for which devices torch was built.
+    return ", ".join(f"{name} {version(name).partition('+')[0]}" for name in names) + kernels
 
 
 def _class_name(model: Any) -> str:

@@ -1,4 +1,6 @@
-"""What is printed, from JSON: estimates and plans as text of 80 columns. Pure Python, so that nothing waits for torch.
+"""What is printed, from JSON: estimates and plans as text, as wide as the terminal.
+
+Pure Python, so that nothing waits for torch.
 
 An estimate can be printed while it grows: `opening`, `row_text` of each row, `closing`; `estimate_table` is all of it.
 """
@@ -9,6 +11,7 @@ import json
 import platform
 import re
 import shlex
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,27 +25,33 @@ FIT_WORDS = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}
 Document = Mapping[str, Any]
 """What `json_documents.estimate_as_json` returns, or a part of it."""
 
-WIDTH = 80
+_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 80, 60, 120
+"""Columns where no terminal says how many it has, the fewest that a table needs, and the most that are easy to read."""
 _SHOWN_CATEGORIES = 2
 _NAME_WIDTH, _LEAST_NAME_WIDTH = 26, 17
 _PEAK_WIDTH, _STEP_WIDTH, _HOST_WIDTH, _FIT_WIDTH = 9, 7, 9, 7
 _MOST_DEVICES = 3
 
 
+def width() -> int:
+    """Return how many columns a line may have."""
+    return min(max(_LEAST_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns), _MOST_WIDTH)
+
+
 def wrapped(text: str, indent: str = "", hang: str | None = None) -> str:
-    """Return text in lines of at most `WIDTH` columns, broken at blanks. `hang`: of lines after the first."""
-    lines = []
+    """Return text in lines of at most `width` columns, broken at blanks. `hang`: of lines after the first."""
+    lines, room = [], width()
     for line in text.split("\n"):
         # Lines of advice: options to copy, and a comment.
         options, mark, comment = line.partition("  # ")
-        parts = [options, f"    # {comment}"] if mark and len(indent + line) > WIDTH else [line]
+        parts = [options, f"    # {comment}"] if mark and len(indent + line) > room else [line]
         for part in parts:
             own = part[: len(part) - len(part.lstrip())]
             begin, rest = indent + own, (indent if hang is None else hang) + own
             filled = textwrap.fill(
                 # A number and its unit stay together.
-                re.sub(r"(\d) (?=([KMGT]i)?B\b|m?s\b)", "\\1\xa0", part.strip()),
-                WIDTH,
+                re.sub(r"(\d) (?=([KMGT]i)?B\b|M\b|m?s\b|%)", "\\1\xa0", part.strip()),
+                room,
                 initial_indent=begin,
                 subsequent_indent=rest,
                 break_on_hyphens=False,
@@ -139,7 +148,8 @@ def closing(document: Document, *, is_verbose: bool = False) -> str:
     for block in range(1, len(_blocks(document))):
         rows = (row_text(document, row, is_verbose=is_verbose, block=block) for row in document["rows"])
         lines += ["", _header(document, block), *filter(None, rows)]
-    refusals = [wrapped(f"{row['name']}: {row['refusal']}", hang="  ") for row in document["rows"] if row["refusal"]]
+    told = ((row["name"], _refused(row["refusal"], row["name"] == document["decides"])) for row in document["rows"])
+    refusals = [wrapped(f"{name}: {text}", hang="  ") for name, text in told if text]
     notes = [wrapped(note) for note in _notes(document)]
     return "\n".join([*lines, "", *refusals, *notes, verdict(document)])
 
@@ -162,7 +172,12 @@ def verdict(document: Document) -> str:
         detail = _ONLY if by_fit["perhaps"] else f"{format_bytes(*peaks)} of {card}"
         texts.insert(0, f"{texts[0]}: {detail}")
     lines = [f"{_what(document)} {text}." for text in texts]
-    return next((line for line in lines if len(line) <= WIDTH), lines[-1])
+    return next((line for line in lines if len(line) <= width()), lines[-1])
+
+
+def only_by(fit: str) -> str:
+    """Return what follows `perhaps`, to say what it means."""
+    return f", {_ONLY}" if fit == "perhaps" else ""
 
 
 def _title(command: str, document: Document) -> str:
@@ -178,6 +193,7 @@ def _what(document: Document) -> str:
 
 _ONLY = "only by giving cached blocks back"
 """What `perhaps` means."""
+_PERHAPS = f"perhaps: torch reserves more than there is room for; it fits {_ONLY} (retries)."
 _FITS = {"yes": "fits", "perhaps": "perhaps", "no": "does not"}
 
 
@@ -187,11 +203,22 @@ def _verdicts(document: Document) -> Iterator[str]:
     cards = {device["name"]: device for device in document["devices"]}
     found = document["verdicts"]
     yield from (wrapped(line, hang="    ") for line in columns([_cells(one, cards[one["device"]]) for one in found]))
+    if any(one["fits"] == "perhaps" for one in found):
+        yield wrapped(_PERHAPS, "  ")
     if any(one["is_evaluation"] for one in found):
         yield "  The peak is that of a batch of its evaluation."
-    # What is asked and what is true; what to do stands below the rows.
-    refusals = (". ".join(one["refusal"].split(". ")[:2]).rstrip(".") for one in found)
+    refusals = (_above_rows(one["refusal"]) for one in found)
     yield from (wrapped(f"{text}.", "  ") for text in dict.fromkeys(refusals) if text)
+
+
+def _above_rows(refusal: str) -> str:
+    """Return what was asked and what is true; what to do stands below the rows."""
+    return ". ".join(refusal.split(". ")[:2]).rstrip(".")
+
+
+def _refused(refusal: str, is_above: bool) -> str:
+    """Return what is said of a refusal below the rows; `is_above`: its first part stands above them."""
+    return refusal[len(_above_rows(refusal)) :].lstrip(". ") if is_above else refusal
 
 
 def _cells(found: Document, device: Document) -> tuple[str, ...]:
@@ -255,8 +282,8 @@ def _blocks(document: Document) -> list[list[Document]]:
 def _room(devices: Sequence[Document]) -> int:
     """Return the columns that are left for names."""
     # "no, 1,023 GiB over", or a column for each device.
-    fits = 20 if len(devices) == 1 else sum(2 + width for width in _fit_widths(devices))
-    return WIDTH - 2 - sum(2 + width for width in (_PEAK_WIDTH, _STEP_WIDTH, _HOST_WIDTH)) - fits
+    fits = 20 if len(devices) == 1 else sum(2 + cell for cell in _fit_widths(devices))
+    return width() - 2 - sum(2 + cell for cell in (_PEAK_WIDTH, _STEP_WIDTH, _HOST_WIDTH)) - fits
 
 
 def _fit_widths(devices: Sequence[Document]) -> list[int]:
@@ -280,6 +307,8 @@ def _line(devices: Sequence[Document], name: str, peak: str, step: str, host: st
 
 def _fit(row: Document, device: Document, is_only_device: bool) -> str:
     fit: str = row["fits"][device["name"]] if "peak_bytes" in row else "no"
+    if fit == "perhaps" and is_only_device:
+        return "perhaps, by retries"
     if fit != "no" or not is_only_device or "peak_bytes" not in row:
         return fit
     return f"no, {_size(row['peak_bytes'] + device['outside_bytes'][0] - device['memory_bytes'])} over"
@@ -305,11 +334,14 @@ def _notes(document: Document) -> Iterator[str]:
             exact.setdefault(row["exactness"]["text"], []).append(row["device"])
     for text, names in exact.items():
         where = f" for {', '.join(names)}" if has_several else ""
-        yield f"The planner's choice{where} is {text}."
+        yield f"The planner's choice{where}: {text}."
     evaluation = document["evaluation"]
     if evaluation is not None:
         peak = format_bytes(evaluation["peak_bytes"])
         yield f"A batch of its evaluation needs {peak}: {_largest(evaluation, _SHOWN_CATEGORIES)}."
+    is_told = any(found["fits"] == "perhaps" for found in document["verdicts"])
+    if not is_told and any("perhaps" in row.get("fits", {}).values() for row in document["rows"]):
+        yield _PERHAPS
     yield from on_cached_blocks(document)
     yield from _host(document)
 
@@ -407,10 +439,10 @@ def plan_text(document: Document) -> str:
 def verdict_on_plan(document: Document) -> str:
     """Return whether a plan fits, in one line."""
     found, card = document["verdict"], document["card"]
-    only = f", {_ONLY}" if found["fits"] == "perhaps" else ""
     peak = f"peak {format_bytes(found['peak_bytes'])}{' in evaluation' if found['is_evaluation'] else ''}"
     parts = [peak, _held(found), f"of {format_bytes(card['memory_bytes'])}"]
-    verdict = f"The plan {FIT_WORDS[found['fits']]} on {card['name']}{only}: {', '.join(filter(None, parts))}."
+    fits = f"{FIT_WORDS[found['fits']]} on {card['name']}{only_by(found['fits'])}"
+    verdict = f"The plan {fits}: {', '.join(filter(None, parts))}."
     return " ".join([verdict, *on_cached_blocks({"verdicts": [found]})])
 
 
@@ -423,7 +455,7 @@ def json_text(read: Mapping[str, Any], words: Sequence[str]) -> str:
     return json.dumps({"command": command, "versions": versions(), **read}, indent=1, allow_nan=False)
 
 
-_PACKAGES = ("hf_ckpt", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+_PACKAGES = "hf_ckpt torch transformers accelerate peft trl bitsandbytes deepspeed kernels".split()
 
 
 def versions(*more: str) -> dict[str, str]:

@@ -284,15 +284,26 @@ class Exactness:
         return not self.inexact
 
     def describe(self) -> str:
-        """Return it as text, such as `bitwise, 1.21 times the time of none`."""
+        """Return it as text, such as `same gradients, bit for bit; 21 % slower than without checkpointing`."""
+        slower = f"{slower_by(self.of_none)} than without checkpointing"
         if not self.is_bitwise:
-            within = _WITHIN if self.is_same_step else "not bitwise"
-            only = "; no bitwise plan fits" if self.is_only_choice else ""
-            return f"{within} ({' and '.join(self.inexact)}), {self.of_none:.2f} times the time of none{only}"
-        text = f"bitwise, {self.of_none:.2f} times the time of none"
-        if self.inexact_of_none is None or f"{self.inexact_of_none:.2f}" == f"{self.of_none:.2f}":
+            within = (
+                f"gradients {_WITHIN}"
+                if self.is_same_step
+                else "not the same gradients, as dropout may draw other masks"
+            )
+            only = "; no plan with the same bits fits" if self.is_only_choice else ""
+            return f"{within} ({' and '.join(self.inexact)}); {slower}{only}"
+        text = f"same gradients, bit for bit; {slower}"
+        if self.inexact_of_none is None or slower_by(self.inexact_of_none) == slower_by(self.of_none):
             return text
-        return f"{text} ({self.inexact_of_none:.2f} with exact: false, {_WITHIN})"
+        return f"{text} ({slower_by(self.inexact_of_none)} with exact: false, {_WITHIN})"
+
+
+def slower_by(of_none: float) -> str:
+    """Return a time as a share of that without a plan in words, such as `21 % slower`."""
+    percent = round(100 * (of_none - 1))
+    return f"{abs(percent)} % {'faster' if percent < 0 else 'slower'}"
 
 
 def inexact_parts(plan: Plan) -> tuple[str, ...]:

@@ -306,7 +306,9 @@ def _parse_mode(value: object) -> Mode:
             f'Mode "{AUTO}" in a rule: "{AUTO}" plans for all layers together. Write it in place of the rules: '
             f'policy "{AUTO}". Modes are {_mode_names()}.'
         )
-    raise PolicyError(f"Unknown mode {as_written(value)}. Modes are {_mode_names()}.{did_you_mean(value, Mode)}")
+    raise PolicyError(
+        f"Unknown mode {as_written(value)}. Modes are {_mode_names()}.{did_you_mean(value, (*Mode, AUTO))}"
+    )
 
 
 def _parse_layers(value: object) -> LayerSelection | None:

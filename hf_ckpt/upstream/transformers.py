@@ -118,6 +118,11 @@ def attention_of(config: Any) -> str | None:
     return name
 
 
+def experts_of(config: Any) -> str | None:
+    """Return the name of what computes a mixture's experts; None before transformers told (5.0)."""
+    return getattr(config, "_experts_implementation", None)
+
+
 @_ATTENTION
 def set_attention_unchecked(config: Any, name: str) -> None:
     """Have a model run another attention, with no look at whether it can here."""

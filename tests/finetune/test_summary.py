@@ -134,7 +134,7 @@ def test_loss_that_is_the_same_did_not_rise(tmp_path: Path) -> None:
 
 
 def test_what_the_plan_saved_and_costs_stands_above_the_peaks(tmp_path: Path) -> None:
-    said = "plain training would need 97.0 MiB, your budget is 76.0 MiB, this plan needs 75.7 MiB and costs 11% of time"
+    said = "plain training would need 97.0 MiB, your budget is 76.0 MiB, this plan needs 75.7 MiB: same bits"
     figures = {**FIGURES, "ckpt/predicted_peak_gib": 0.0739}
     lines = rows(summary(weights(tmp_path, "a.safetensors"), prediction=said, figures=figures).table())
     first = next(number for number, line in enumerate(lines) if line.startswith("Memory"))
