@@ -26,6 +26,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_CKPT_CACHE"] = os.devnull
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is printed is as wide as the terminal that tests are run from.
+os.environ["COLUMNS"] = "80"
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 

@@ -254,7 +254,9 @@ def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> 
     decides = found.decides if found.decides in steps else next(iter(steps))
     return Page(
         title=f"hf-ckpt estimate {found.subject.title}",
-        verdict=" ".join([tables.verdict(document), *tables.on_cached_blocks(document)]),
+        verdict=" ".join(
+            [tables.verdict(document), *tables.on_exactness(document), *tables.on_cached_blocks(document)]
+        ),
         device=device,
         facts=tables.named_facts(document, document["devices"][:1]),
         steps=steps,

@@ -12,6 +12,7 @@ from pathlib import Path
 from hf_ckpt.estimate.pictures import frontier
 from hf_ckpt.estimate.tables import FIT_WORDS, format_seconds, only_by, versions
 from hf_ckpt.html_svg import element, escape, html_table, svg
+from hf_ckpt.planner.advice import slower_by
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -82,7 +83,7 @@ class Page:
             shown["peak without a plan"] = format_bytes(plain.peak_bytes)
         shown["a step takes"] = format_seconds(memory.time.total)
         if plain is not None and plain is not memory and plain.time.total:
-            shown["time, against no plan"] = f"{memory.time.total / plain.time.total - 1:+.0%}"
+            shown["than without a plan"] = slower_by(memory.time.total / plain.time.total)
         shown[self.device.title] = format_bytes(self.device.memory_bytes)
         boxes = (
             element("div", element("b", escape(text)), element("span", escape(name))) for name, text in shown.items()

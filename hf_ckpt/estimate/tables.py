@@ -237,6 +237,17 @@ def _held(found: Document) -> str:
     return f"nvidia-smi {_range(*found['nvidia_smi_bytes'])}" if "nvidia_smi_bytes" in found else ""
 
 
+def on_exactness(document: Document) -> Iterator[str]:
+    """Yield how exact the planner's choice is, and what it costs."""
+    exact: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        if "exactness" in row:
+            exact.setdefault(row["exactness"]["text"], []).append(row["device"])
+    for text, names in exact.items():
+        where = f" for {', '.join(names)}" if len(document["devices"]) > 1 else ""
+        yield f"The planner's choice{where}: {text}."
+
+
 def on_cached_blocks(document: Document) -> Iterator[str]:
     """Yield what `perhaps` means of each device, and what would make the step fit there."""
     for found in document["verdicts"]:
@@ -325,16 +336,9 @@ def _largest(memory: Document, number: int | None = None) -> str:
 
 
 def _notes(document: Document) -> Iterator[str]:
-    has_several = len(document["devices"]) > 1
-    if has_several:
+    if len(document["devices"]) > 1:
         yield f"Steps are timed for {document['devices'][0]['name']}."
-    exact: dict[str, list[str]] = {}
-    for row in document["rows"]:
-        if "exactness" in row:
-            exact.setdefault(row["exactness"]["text"], []).append(row["device"])
-    for text, names in exact.items():
-        where = f" for {', '.join(names)}" if has_several else ""
-        yield f"The planner's choice{where}: {text}."
+    yield from on_exactness(document)
     evaluation = document["evaluation"]
     if evaluation is not None:
         peak = format_bytes(evaluation["peak_bytes"])

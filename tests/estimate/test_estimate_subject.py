@@ -138,11 +138,17 @@ def test_recipe_without_a_policy_has_no_plan(tmp_path: Path) -> None:
 
 
 def test_facts_say_what_was_taken_for_what(tmp_path: Path) -> None:
-    assert subject(tmp_path, lora=small_recipes.LORA).facts[1:] == (
+    *_, weights, trained, batch, training, engine, versions = subject(tmp_path, lora=small_recipes.LORA).facts
+    assert (weights, batch, training, engine) == (
+        ("weights", "54,304 parameters in float32"),
         ("batch", "2 rows of 64 tokens, padded; 1 micro-batch in each step"),
-        ("training", "weights float32, no autocast, adamw_torch_fused"),
+        ("training", "no autocast, adamw_torch_fused"),
         ("engine", "one process"),
     )
+    assert trained[1].endswith(
+        ": LoRA of rank 4 on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (4 each)"
+    )
+    assert versions[1].startswith("transformers ")
 
 
 # --- The step. ---

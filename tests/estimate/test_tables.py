@@ -90,6 +90,22 @@ def test_more_devices_than_fit_beside_each_other_have_further_columns_below() ->
     assert len(text.splitlines()[-1]) <= 80
 
 
+def test_lines_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "word " * 60
+    for columns, expected in (("40", 60), ("100", 100), ("300", 120)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert expected - 5 < max(map(len, tables.wrapped(text).splitlines())) <= expected
+
+
+def test_perhaps_says_what_it_means() -> None:
+    step = replace(steps_by_hand.step(), peak_bytes=20 * GIB)
+    found = by_hand(CARD)
+    found = replace(found, rows=(*found.rows, row_of("full", step, CARD, reserved=24 * GIB)))
+    lines = table(found).splitlines()
+    assert "  full                         20.0 GiB      2 s             perhaps, by retries" in lines
+    assert "perhaps: torch reserves more than there is room for; it fits only by giving" in lines
+
+
 def test_name_that_is_too_long_has_a_line_of_its_own() -> None:
     cards = [find_device(name) for name in ("rtx4090", "a6000", "a100-80gb")]
     found = by_hand(*cards)
