@@ -59,7 +59,7 @@ class Sharding:
     broadcasts_weights: bool = True
     """Whether rank 0 sends its weights to the others while FSDP1 makes its units (`sync_module_states`)."""
     syncs_each_batch: bool = False
-    """Whether FSDP shares out gradients in each micro-batch and not only in the last (`sync_each_batch` of accelerate)."""
+    """Whether FSDP shares out gradients in each micro-batch (accelerate's `sync_each_batch`), not only in the last."""
     zero: Zero = Zero()
     """Of ZeRO only."""
 
