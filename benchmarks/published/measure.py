@@ -38,7 +38,7 @@ from benchmarks.published.summary import add_reserved_ratios, answers, summaries
 from benchmarks.result_files import write_result
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt.policy.plan import parse
-from hf_ckpt.simulation.caching_allocator import Held, held_within, reserved_bytes
+from hf_ckpt.simulation.caching_allocator import Held, held_within, play
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.fit import Capacity, capacity_of
 from hf_ckpt.simulation.simulator import StepSimulator, num_repeats
@@ -86,8 +86,16 @@ def predicted_step(point: StepPoint) -> Predicted:
             if name in ENGINE_CHANGES:
                 entered.enter_context(ENGINE_CHANGES[name]())
         tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
-    memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens, repeats=num_repeats(step))
-    wanted, capacity = reserved_bytes(tape, expands=source.expands_segments), capacity_of(device, point.ranks)
+    played, capacity = play(tape, expands=source.expands_segments), capacity_of(device, point.ranks)
+    memory = read_tape(
+        tape,
+        device=device.name,
+        plan=plan,
+        tokens=step.tokens,
+        repeats=num_repeats(step),
+        blocks=played.blocks,
+    )
+    wanted = played.reserved_bytes
     # What there is next to the most that the context takes.
     room = capacity.num_bytes - capacity.outside[1]
     # Of expandable segments it is not played which pages are given back.

@@ -189,7 +189,12 @@ def live_sharding(args: TrainingArguments, model: nn.Module) -> Sharding:
     world_size, plugin = args.world_size, fsdp_plugin()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         reshards = bool(getattr(plugin, "reshard_after_forward", True))
-        return Sharding(engine="fsdp2", world_size=world_size, reshards_after_forward=reshards)
+        return Sharding(
+            engine="fsdp2",
+            world_size=world_size,
+            reshards_after_forward=reshards,
+            syncs_each_batch=syncs_each_batch(vars(args.accelerator_config)),
+        )
     fsdp1: Any = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if fsdp1 is not None:
         strategy: Any = getattr(plugin, "sharding_strategy", None)
@@ -200,6 +205,7 @@ def live_sharding(args: TrainingArguments, model: nn.Module) -> Sharding:
             reshards_after_forward=reshards,
             prefetches_in_backward=fsdp1.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
             broadcasts_weights=bool(getattr(plugin, "sync_module_states", False)),
+            syncs_each_batch=syncs_each_batch(vars(args.accelerator_config)),
         )
     if has_shared(model):
         return Sharding(engine="tp", world_size=world_size)
@@ -208,6 +214,11 @@ def live_sharding(args: TrainingArguments, model: nn.Module) -> Sharding:
         options = zero_of(deepspeed.deepspeed_config)
         return Sharding(engine=f"zero{deepspeed.zero_stage}", world_size=world_size, zero=options)
     return Sharding(engine="ddp" if world_size > 1 else "none", world_size=world_size)
+
+
+def syncs_each_batch(accelerator_config: Mapping[str, Any]) -> bool:
+    """Return whether gradients are shared out in each micro-batch (`TrainingArguments.accelerator_config`)."""
+    return bool((accelerator_config.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch"))
 
 
 def zero_of(config: Mapping[str, Any]) -> Zero:

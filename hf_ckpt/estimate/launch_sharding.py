@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from torch.torch_version import TorchVersion
 
-from hf_ckpt.auto.live_step import SPLIT_SIZES, zero_of
+from hf_ckpt.auto.live_step import SPLIT_SIZES, syncs_each_batch, zero_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch, check_number, read_config
 from hf_ckpt.loading.sharding_engine import Engine, says_yes
@@ -50,7 +50,8 @@ def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
     if engine != found.engine:
         # What a file says of one engine does not hold for another.
         found = Sharding()
-    return replace(found, engine=engine, world_size=world_size)
+    syncs_each = syncs_each_batch(_mapping(recipe.training.get("accelerator_config") or {}))
+    return replace(found, engine=engine, world_size=world_size, syncs_each_batch=syncs_each)
 
 
 def describe_sharding(sharding: Sharding) -> str:

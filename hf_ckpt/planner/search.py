@@ -44,8 +44,6 @@ _MAX_TRIES = 6
 """Simulations of plans that one chain chooses."""
 _MAX_FIXED = 4
 """Simulations of plans that a user would write."""
-_MAX_PLAYS = 6
-"""Plays of the allocator in one search; a plan that was not played does not fit."""
 _CLOSE = 0.015
 """Of what there is: what lies nearer to it, or two plans that are nearer to each other, are not worth another try."""
 _WRONG_BY = 0.01
@@ -81,15 +79,10 @@ class Planned:
     """What each layer costs under each option that there was."""
     choice: Choice
     """The plan as the chain sees it."""
-    judge: Callable[[], Verdict] = field(repr=False, compare=False)
-    """Plays the allocator."""
+    verdict: Verdict
+    """Whether it fits. Of what `plan_for` returns `perhaps` only where no plan fits for certain."""
     exactness: Exactness | None = None
     """None unless plans were compared (`compare`)."""
-
-    @cached_property
-    def verdict(self) -> Verdict:
-        """Whether it fits. Of what `plan_for` returns `perhaps` only where no plan fits for certain."""
-        return self.judge()
 
 
 class StepPlanner:
@@ -197,8 +190,7 @@ class _Chains:
     def planned(self, chain: Chain, choice: Choice, capacity: Capacity) -> Planned:
         """Return a choice as a plan, with its whole step simulated."""
         plan = to_plan(choice, chain, self.template)
-        judge = partial(self.simulator.verdict, plan, capacity)
-        return Planned(plan, self.simulator.memory(plan), chain, choice, judge)
+        return Planned(plan, self.simulator.memory(plan), chain, choice, self.simulator.verdict(plan, capacity))
 
     def tiled(self, planner: ChainPlanner, allowed: Allowed) -> ChainPlanner:
         """Return the planner with tiles among its options."""
@@ -242,7 +234,7 @@ class _Search:
 
     Where the fastest one without tiles, with the plain head, is known (`found`), how much faster another is will do.
 
-    Chains know what is allocated, which is bounded here (`_most`) by what torch may reserve. How much it reserves
+    Chains know what tensors take, which is bounded here (`_most`) by what torch may reserve. How much it reserves
     beyond that (`_excess`) is taken from the plan that was played last.
     """
 
@@ -253,8 +245,7 @@ class _Search:
         self._allowed = allowed
         self._planners = [chains.base]
         self._known = found
-        self._excess = 0 if found is None else found.verdict.reserved_bytes - found.memory.peak_bytes
-        self._num_plays = 0
+        self._excess = 0 if found is None else _excess_of(found)
 
     def found(self) -> Planned | None:
         """Return the fastest plan that fits; None where the chains show none."""
@@ -304,14 +295,9 @@ class _Search:
         return self._chains.planned(chain, choice, self._capacity)
 
     def _fits(self, planned: Planned) -> bool:
-        """Whether a plan fits, as far as there are plays left to tell."""
         if planned.memory.peak_bytes > self._most:
             return False
-        if not self._chains.simulator.has_played(planned.plan):
-            if self._num_plays == _MAX_PLAYS:
-                return False
-            self._num_plays += 1
-        self._excess = planned.verdict.reserved_bytes - planned.memory.peak_bytes
+        self._excess = _excess_of(planned)
         return planned.verdict.fit is Fit.YES
 
     def _uniform(self, planner: ChainPlanner) -> Planned | None:
@@ -466,16 +452,19 @@ class _Search:
             if fits >= 0 and fails < len(peaks) and peaks[fails] - peaks[fits] < self._most * _CLOSE:
                 break
             # The planner is wrong by about as much for a plan of about that size, and torch reserves as much beyond it.
-            wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
+            wrong_by = planned.memory.tensor_peak_bytes - planned.choice.peak_bytes
             target = self._likely - wrong_by - spared
             limit = target + spared + min(_AS_WRONG * abs(wrong_by), self._most * _WRONG_BY)
         return best
 
     def _faster(self, found: Planned | None, other: Planned | None) -> Planned | None:
-        # What would not be taken is not played.
         if other is None or (found is not None and other.memory.time.total >= found.memory.time.total):
             return found
         return other if self._fits(other) else found
+
+
+def _excess_of(planned: Planned) -> int:
+    return planned.verdict.reserved_bytes - planned.memory.tensor_peak_bytes
 
 
 def _has_within(planner: ChainPlanner, most: float) -> bool:

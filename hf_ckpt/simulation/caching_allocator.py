@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -39,7 +39,7 @@ from itertools import chain
 import numpy as np
 
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, FlatParameter, Storage, Stream, Tape
+from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, FlatParameter, Sizes, Storage, Stream, Tape
 
 BLOCK_BYTES = 512
 """Every block is a multiple of this."""
@@ -71,15 +71,26 @@ class Held:
     """How often it then has to give back what it holds unused."""
 
 
-def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
-    """Return the most that the allocator holds when a training begins with such steps, in bytes of one rank.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What the allocator gives a training that begins, in bytes of one rank."""
+
+    reserved_bytes: int
+    """The most that it holds."""
+    blocks: Sizes
+    """What storages lie in: torch counts whole blocks as allocated."""
+
+
+def play(tape: Tape, *, expands: bool = False) -> Played:
+    """Play the first two of such steps: from the second one on, all are alike.
 
     `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
     """
     allocator = CachingAllocator(expands=expands)
-    # From the second step on, all are alike.
-    next(_steps(tape, allocator))
-    return allocator.reserved_bytes
+    steps = _Steps(tape, allocator)
+    steps.play_first()
+    steps.play_next()
+    return Played(allocator.reserved_bytes, steps.blocks())
 
 
 def held_within(tape: Tape, limit_bytes: int) -> Held:
@@ -88,11 +99,13 @@ def held_within(tape: Tape, limit_bytes: int) -> Held:
     What it gives back may come to be missed steps later, so that steps are played until one changes nothing.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes)
-    steps = _steps(tape, allocator)
+    steps = _Steps(tape, allocator)
+    steps.play_first()
     num_segments = num_retries = retries = most = settled = 0
-    for _ in range(_MOST_STEPS):
-        allocator.begin_step()
-        next(steps)
+    for number in range(_MOST_STEPS):
+        if number:
+            allocator.begin_step()
+        steps.play_next()
         settled = allocator.reserved_bytes
         most = max(most, settled)
         retries = allocator.num_retries - num_retries
@@ -103,49 +116,55 @@ def held_within(tape: Tape, limit_bytes: int) -> Held:
     return Held(most, settled, retries)
 
 
-def _steps(tape: Tape, allocator: CachingAllocator) -> Iterator[None]:
-    """Play the first step of a training, and then one more for each time that this is advanced.
+class _Steps:
+    """The steps of a training, whose storages lie in the allocator's blocks."""
 
-    The optimizer makes its state at the end of the first step, out of what that step has left.
-    """
-    columns = tape.columns
-    before = _blocks_before(allocator, tape.before)
-    storages = _Storages(allocator, columns, [before.get(storage) for storage in columns.storages])
-    changes, optimizer_begins = _changes(columns)
-    storages.play(changes[:optimizer_begins])
-    if optimizer_begins < len(changes):
-        for storage in tape.before:
-            if storage.category is Category.OPTIMIZER and storage.num_bytes:
-                allocator.allocate(storage.num_bytes)
-    storages.play(changes[optimizer_begins:])
-    while True:
-        storages.free_still_read()
-        storages.play(changes)
-        yield
-
-
-class _Storages:
-    """The storages of a tape, and the blocks that they lie in."""
-
-    def __init__(self, allocator: CachingAllocator, columns: Columns, blocks: list[Block | None]) -> None:
+    def __init__(self, tape: Tape, allocator: CachingAllocator) -> None:
+        self._tape = tape
         self._allocator = allocator
-        self._blocks = blocks
+        storages = tape.columns.storages
+        self._before = _blocks_before(allocator, tape.before)
+        self._blocks = [self._before.get(storage) for storage in storages]
+        """That are in use."""
+        self._last = list(self._blocks)
+        """In which each storage lies, or lay last."""
         asked, lag_of = cache(allocator.asked), cache(_lag_of)
-        self._asked = [asked(storage.num_bytes, storage.stream) for storage in columns.storages]
-        self._lags = [lag_of(storage.stream, storage.is_sent) for storage in columns.storages]
+        self._asked = [asked(storage.num_bytes, storage.stream) for storage in storages]
+        self._lags = [lag_of(storage.stream, storage.is_sent) for storage in storages]
+        self._changes, self._optimizer_begins = _changes(tape.columns)
         self._still_read: dict[int, deque[Block]] = defaultdict(deque)
-        allocator.wait_for_streams = self.free_still_read
+        allocator.wait_for_streams = self._free_still_read
 
-    def play(self, changes: Iterable[tuple[bool, int]]) -> None:
+    def play_first(self) -> None:
+        """Play the first step: the optimizer makes its state at its end, out of what that step has left."""
+        self._play(self._changes[: self._optimizer_begins])
+        if self._optimizer_begins < len(self._changes):
+            for storage in self._tape.before:
+                if storage.category is Category.OPTIMIZER and storage.num_bytes:
+                    self._before[storage] = self._allocator.allocate(storage.num_bytes)
+        self._play(self._changes[self._optimizer_begins :])
+
+    def play_next(self) -> None:
+        """Play one more step."""
+        self._free_still_read()
+        self._play(self._changes)
+
+    def blocks(self) -> Sizes:
+        """Return the blocks that storages lie in, or lay in last."""
+        before = [_size_of(self._before.get(storage), storage) for storage in self._tape.before]
+        storages = list(map(_size_of, self._last, self._tape.columns.storages))
+        return Sizes(np.array(before, dtype=np.int64), np.array(storages, dtype=np.int64))
+
+    def _play(self, changes: Iterable[tuple[bool, int]]) -> None:
         """Let storages come and go."""
         serve, free, blocks, asked = self._allocator.serve, self._allocator.free, self._blocks, self._asked
-        lags, still_read = self._lags, self._still_read
+        lags, still_read, last = self._lags, self._still_read, self._last
         for is_allocated, number in changes:
             lag = lags[number]
             if is_allocated:
                 if lag and len(still_read[lag]) >= lag:
                     free(still_read[lag].popleft())
-                blocks[number] = serve(*asked[number])
+                blocks[number] = last[number] = serve(*asked[number])
             elif (block := blocks[number]) is not None:
                 blocks[number] = None
                 if lag:
@@ -153,7 +172,7 @@ class _Storages:
                 else:
                     free(block)
 
-    def free_still_read(self) -> None:
+    def _free_still_read(self) -> None:
         """Free what other streams had in use.
 
         At the end of a step the Trainer looks at its loss, and so waits for the device.
@@ -161,6 +180,10 @@ class _Storages:
         for block in chain.from_iterable(self._still_read.values()):
             self._allocator.free(block)
         self._still_read.clear()
+
+
+def _size_of(block: Block | None, storage: Storage) -> int:
+    return storage.num_bytes if block is None else (block[1] - block[0]) * BLOCK_BYTES
 
 
 def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> dict[Storage, Block]:

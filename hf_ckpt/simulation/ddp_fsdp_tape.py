@@ -7,8 +7,9 @@ Note [What engines hold].
 - DDP: everything, and buckets as large as all gradients, which are copied into them (torch's `Reducer`).
 - FSDP: of weights, gradients and optimizer state one share, and of the unit that runs the whole weights, in the dtype
   of the computation. A unit's gradients are copied into one buffer to be sent. Ranks exchange gradients in the last
-  micro-batch only (the Trainer's `no_sync`): until then each holds all of them whole. accelerate keeps what is trained
-  in float32 under mixed precision.
+  micro-batch only (the Trainer's `no_sync`): until then each holds all of them whole. With `sync_each_batch` they do in
+  each, and add what arrives to their shares. accelerate keeps what is trained in float32 under mixed precision. One
+  process has all shares: FSDP1 (then `NO_SHARD`) only casts a unit's weights, FSDP2 copies them when the unit runs.
 - FSDP1: in backward the next layer is gathered before one's gradients (`BACKWARD_PRE`); while the loss runs backward,
   that is the last layer. PEFT makes each adapter a unit of its own: adapters are next until a layer's backward is
   almost done, and then, with its first adapter, the layer before. The buffer of gradients is freed when they are sent;
@@ -86,12 +87,14 @@ class RankTape:
         self._master_bytes = MASTER_DTYPE.itemsize
         self._shards_weights = self._engine in ("fsdp1", "fsdp2", "zero3")
         self._reshards = step.sharding.reshards_after_forward
-        self._prefetches_in_backward = step.sharding.prefetches_in_backward
+        self._is_alone = self._world_size == 1
+        self._prefetches_in_backward = step.sharding.prefetches_in_backward and not self._is_alone
         self._small_units = self._find_small_units()
         self._has_adapter_units = self._engine == "fsdp1" and bool(self._small_units)
         self._device = device
         self._order = self._units_in_order()
         self._last = max(event.place.micro_batch for event in tape.events)
+        self._syncs_each = step.sharding.syncs_each_batch and self._engine.startswith("fsdp")
         self._running: Running | None = None
         self._backward_place = Place(Phase.BACKWARD)
         """Of the last event of a backward."""
@@ -194,8 +197,13 @@ class RankTape:
         place = Place(Phase.FORWARD)
         yield from self._use(None, place)
         yield from self._use(EMBEDDINGS, place)
+        micro_batch = 0
         for event in self._whole.events:
             mark, place = event.mark, event.place
+            if self._syncs_each and place.micro_batch > micro_batch:
+                yield from self._leave(self._running, self._backward_place)
+                self._running, micro_batch = None, place.micro_batch
+                yield from self._reduce_rest(self._backward_place)
             yield from self._before_event(place)
             yield from self._run_again(place)
             if mark is not None and not mark.is_end:
@@ -288,7 +296,8 @@ class RankTape:
 
     def _is_added_gradient(self, event: Event) -> bool:
         """Whether a gradient is freed that was just added to that of earlier micro-batches."""
-        if self._engine != "fsdp1" or self._has_adapter_units or event.storage is None:
+        waits = self._syncs_each or (self._engine == "fsdp1" and not self._has_adapter_units)
+        if not waits or event.storage is None:
             return False
         is_freed = event.change is MemoryChange.FREE and event.place.phase is Phase.BACKWARD
         return is_freed and self._last_operator == ADD and event.storage.shape in self._gradient_shapes
@@ -311,10 +320,10 @@ class RankTape:
         yield from self._free_buffer(place)
         if phase is Phase.BACKWARD or self._reshards:
             yield from self._free_gathered(key, place)
-        if phase is Phase.BACKWARD and micro_batch == self._last:
+        if phase is Phase.BACKWARD and (self._syncs_each or micro_batch == self._last):
             yield from self._reduce_gradients(key, place)
         if phase is Phase.BACKWARD:
-            yield from self._free_all(self._added.pop(key, ()), place)
+            yield from self._leave_added(key, place)
 
     def _free_gathered(self, key: UnitKey, place: Place) -> Iterator[Event]:
         yield from self._free(self._arrived.pop(key, None), place)
@@ -327,12 +336,15 @@ class RankTape:
         yield from self._free_all(chain(self._arrived.values(), *self._gathered.values()), place)
         self._arrived.clear()
         self._gathered.clear()
+        yield from self._reduce_rest(place)
+        yield from self._free(self._reduced, place)
+        self._reduced = None
+
+    def _reduce_rest(self, place: Place) -> Iterator[Event]:
         for key in list(self._gradients):
             yield from self._reduce_gradients(key, place)
         for key in list(self._added):
-            yield from self._free_all(self._added.pop(key), place)
-        yield from self._free(self._reduced, place)
-        self._reduced = None
+            yield from self._leave_added(key, place)
 
     def _use(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Gather a unit that runs now. FSDP2 copies it out of a buffer, and holds that while a forward runs."""
@@ -356,12 +368,14 @@ class RankTape:
         if not self._shards_weights or key in self._gathered or key in self._arrived:
             return
         num_bytes = self._bytes_of(key)
-        if not num_bytes:
-            return
         cast = self._cast_share(key)
+        if not num_bytes or (self._is_alone and self._engine == "fsdp1" and cast is None):
+            return
+        if self._is_alone:
+            cast = None  # It is what is gathered.
         if cast is not None:
             yield Event(place, MemoryChange.ALLOCATE, cast)
-        is_copied = self._engine == "fsdp2"
+        is_copied = self._engine == "fsdp2" and not self._is_alone
         stream = Stream.COPY_IN if is_copied else Stream.GATHER
         storage = Storage(num_bytes, category=Category.GATHERED, stream=stream)
         if is_copied:
@@ -388,8 +402,21 @@ class RankTape:
     def _reduce_gradients(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Reduce a unit's gradients over the ranks: from now on a rank has its share of them."""
         gradients = self._gradients.pop(key, [])
-        if not gradients:
+        if gradients:
+            yield from self._share_out(gradients, place)
+
+    def _leave_added(self, key: UnitKey, place: Place) -> Iterator[Event]:
+        """Free a unit's gradients of a later micro-batch: what arrived of them was added to the rank's share."""
+        added = self._added.pop(key, [])
+        if not self._syncs_each or not added:
+            yield from self._free_all(added, place)
             return
+        shards = [replace(whole, num_bytes=self._share(self._stepped_bytes(whole))) for whole in added]
+        yield from self._share_out(list(zip(added, shards, strict=True)), place)
+        yield from self._free_all(shards, place)
+
+    def _share_out(self, gradients: Sequence[tuple[Storage, Storage]], place: Place) -> Iterator[Event]:
+        """Send whole gradients, and make their shares in their place."""
         _join([shard for _, shard in gradients])
         num_bytes = sum(self._sent_bytes(whole) for whole, _ in gradients)
         # They are read and written where they are copied into one buffer.

@@ -18,7 +18,7 @@ from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
-from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, reserved_bytes
+from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, play
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
@@ -136,7 +136,7 @@ class StepSimulator:
         """Return what the step needs under a plan. A plan that does nothing counts as none."""
         key = self._key(plan)
         if key not in self._known.memories:
-            self._known.memories[key] = self.simulate(key[1])
+            self._known.memories[key], self._known.reserved[*key, False] = self._simulated(key[1])
         return replace(self._known.memories[key], plan=plan)
 
     def reserved_bytes(self, plan: Plan | None, *, expands: bool = False) -> int:
@@ -144,35 +144,47 @@ class StepSimulator:
 
         `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On a CPU it holds what is allocated.
         """
-        before = self.prepare()
-        if not self.device.is_cuda or before is not None:
-            peak = max(self.memory(plan).peak_bytes, 0 if before is None else before.peak_bytes)
-            return peak + (unplayed_bytes(self.device) if self.device.is_cuda else 0)
-        key = *self._key(plan), expands
+        before, peak, is_cuda = self.prepare(), self.memory(plan).peak_bytes, self.device.is_cuda
+        if before is not None:
+            return max(peak, before.peak_bytes) + (unplayed_bytes(self.device) if is_cuda else 0)
+        key = *self._key(plan), expands and is_cuda
         if key not in self._known.reserved:
-            self._known.reserved[key] = reserved_bytes(self._tape_of(plan), expands=expands)
+            self._known.reserved[key] = play(self.trace(self._checked(plan)).tape, expands=expands).reserved_bytes
         return self._known.reserved[key]
 
     def verdict(self, plan: Plan | None, capacity: Capacity) -> Verdict:
         """Return whether the step fits under a plan, with what comes before it."""
         before = self.prepare()
         peak = max(self.memory(plan).peak_bytes, 0 if before is None else before.peak_bytes)
-        # The allocator is played only where it decides.
         return judge(peak, self.reserved_bytes(plan) if peak <= capacity.allocated_bytes else 0, capacity)
-
-    def has_played(self, plan: Plan | None) -> bool:
-        """Whether `reserved_bytes` is known already, or takes no play of the allocator."""
-        is_played = self.device.is_cuda and not self.step.prepares
-        return not is_played or (*self._key(plan), False) in self._known.reserved
 
     def held_within(self, plan: Plan | None, limit_bytes: int) -> Held:
         """Return what torch's allocator holds of a CUDA device that has so much for it. See `reserved_bytes`."""
-        return held_within(self._tape_of(plan), limit_bytes)
+        return held_within(self.trace(self._checked(plan)).tape, limit_bytes)
 
-    def _tape_of(self, plan: Plan | None) -> Tape:
-        # As `memory` has it: it was checked there.
+    def _simulated(self, plan: Plan | None) -> tuple[StepMemory, int]:
+        with no_cycles_collected():
+            checked = self._checked(plan)
+            return self._read(self.trace(checked), checked)
+
+    def _checked(self, plan: Plan | None) -> Plan | None:
+        """Return a plan as it runs; None for one that does nothing."""
         plan = self._key(plan)[1]
-        return self.trace(None if plan is None else self.plan_of(plan)).tape
+        return None if plan is None else self.plan_of(plan)
+
+    def _read(self, traced: TracedStep, plan: Plan | None) -> tuple[StepMemory, int]:
+        """Return what a traced step needs, and what torch reserves for it."""
+        played = play(traced.tape) if self.device.is_cuda else None
+        memory = read_tape(
+            traced.tape,
+            device=self.device.name,
+            plan=plan,
+            tokens=self.step.tokens,
+            repeats=num_repeats(self.step),
+            host_bytes=traced.host_bytes,
+            blocks=None if played is None else played.blocks,
+        )
+        return memory, memory.peak_bytes if played is None else played.reserved_bytes
 
     def simulate(
         self,
@@ -200,14 +212,7 @@ class StepSimulator:
         with no_cycles_collected():
             plan = None if policy is None else self.plan_of(parse(policy))
             traced = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
-            return read_tape(
-                traced.tape,
-                device=self.device.name,
-                plan=plan,
-                tokens=self.step.tokens,
-                repeats=num_repeats(self.step),
-                host_bytes=traced.host_bytes,
-            )
+            return self._read(traced, plan)[0]
 
     def trace(
         self,
@@ -381,10 +386,12 @@ class StepSimulator:
         step = self.step
         tape = tape if reuse is None else reuse.expanded(tape)
         sort_frees(tape)
-        if step.sharding.world_size == 1 or step.sharding.engine in ("none", "tp"):
+        engine, is_alone = step.sharding.engine, step.sharding.world_size == 1
+        # FSDP and ZeRO keep weights in float32 for one process too.
+        if engine in ("none", "tp") or (engine == "ddp" and is_alone):
             return tape
         weights = weights_of(self.model, self.stacks, step)
-        if step.sharding.engine.startswith("zero"):
+        if engine.startswith("zero"):
             return ZeroTape(tape, weights, step, self.device).tape()
         return RankTape(tape, weights, step, self.device, plan).tape()
 

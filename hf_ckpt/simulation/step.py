@@ -58,6 +58,8 @@ class Sharding:
     transformers does. It takes time, and no memory."""
     broadcasts_weights: bool = True
     """Whether rank 0 sends its weights to the others while FSDP1 makes its units (`sync_module_states`)."""
+    syncs_each_batch: bool = False
+    """Whether FSDP shares out gradients in each micro-batch (accelerate's `sync_each_batch`), not only in the last."""
     zero: Zero = Zero()
     """Of ZeRO only."""
 

@@ -182,7 +182,7 @@ class StepMemory:
         device: name of the device.
         plan: the plan in force, or None without one.
         tokens: tokens of the optimizer step on this rank, padding included.
-        peak_bytes: the most that is allocated at any moment.
+        peak_bytes: the most that is allocated at any moment, as `torch.cuda.max_memory_allocated` counts: blocks.
         peak_at: that moment.
         by_category: bytes of each category at that moment; they add up to `peak_bytes`.
         timeline: the whole step.
@@ -190,6 +190,8 @@ class StepMemory:
         time: predicted seconds; all zero where none were predicted.
         num_flops: floating-point operations of the step, by phase.
         host_bytes: what lies on the host instead of the device, such as paged optimizer state.
+        tensor_peak_bytes: the most that tensors take at any moment; less than `peak_bytes` where the blocks of the
+            device's allocator are larger than what lies in them.
     """
 
     device: str
@@ -203,6 +205,7 @@ class StepMemory:
     time: StepTime = StepTime()
     num_flops: Mapping[Phase, int] = field(default_factory=dict)
     host_bytes: int = 0
+    tensor_peak_bytes: int = 0
 
     def peak_of(self, phase: Phase | str) -> int:
         """Return the most that is allocated during one part of the step, in bytes; 0 where it never runs.

@@ -377,31 +377,54 @@ def sort_frees(tape: Tape) -> None:
 # --- Reading. ---
 
 
-def bytes_after(tape: Tape) -> IntColumn:
-    """Return the bytes that are allocated after each event."""
-    columns = tape.columns
-    sizes = np.array([*(storage.num_bytes for storage in columns.storages), 0], dtype=np.int64)
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizes:
+    """What storages take of the device, in bytes."""
+
+    before: IntColumn
+    """Those of `Tape.before`."""
+    storages: IntColumn
+    """Those of `Columns.storages`."""
+
+    @classmethod
+    def of_tensors(cls, tape: Tape) -> Sizes:
+        """Return what they take by themselves; see `caching_allocator.play` for the blocks that they lie in."""
+        storages = tape.before, tape.columns.storages
+        return cls(*(np.array([each.num_bytes for each in some], dtype=np.int64) for some in storages))
+
+
+def bytes_after(tape: Tape, blocks: Sizes | None = None) -> IntColumn:
+    """Return the bytes that are allocated after each event; without `blocks`, what tensors take."""
+    columns, sizes = tape.columns, blocks or Sizes.of_tensors(tape)
     signs = np.where(columns.change == ALLOCATED, 1, -1)
-    before = sum(storage.num_bytes for storage in tape.before)
-    levels: IntColumn = before + np.cumsum(signs * sizes[columns.storage])
+    of_events = np.append(sizes.storages, 0)[columns.storage]  # -1 is the last
+    levels: IntColumn = sizes.before.sum() + np.cumsum(signs * of_events)
     return levels
 
 
 def read_tape(
-    tape: Tape, *, device: str, plan: Plan | None, tokens: int, repeats: int = 1, host_bytes: int = 0
+    tape: Tape,
+    *,
+    device: str,
+    plan: Plan | None,
+    tokens: int,
+    repeats: int = 1,
+    host_bytes: int = 0,
+    blocks: Sizes | None = None,
 ) -> StepMemory:
     """Sum up the tape of one optimizer step.
 
-    `tokens` are those of the whole step; the last micro-batch of the tape runs `repeats` times in it.
+    `tokens` are those of the whole step; the last micro-batch of the tape runs `repeats` times in it. `blocks` are
+    those that storages lie in, if they are larger than the storages.
     """
     assign_categories(tape)
-    columns = tape.columns
+    columns, sizes = tape.columns, blocks or Sizes.of_tensors(tape)
     alive: Counter[Category] = Counter()
-    for storage in tape.before:
-        alive[_category(storage)] += storage.num_bytes
+    for storage, num_bytes in zip(tape.before, sizes.before.tolist(), strict=True):
+        alive[_category(storage)] += num_bytes
     changes = np.flatnonzero(columns.storage >= 0)
     places = tuple([columns.places.all[number] for number in columns.place[changes].tolist()])
-    by_category, totals = _bytes_by_category(columns, changes, alive), bytes_after(tape)[changes]
+    by_category, totals = _bytes_by_category(columns, changes, alive, sizes), bytes_after(tape, sizes)[changes]
     peak = int(np.argmax(totals))
     seconds = np.cumsum(columns.seconds)
     timeline = Timeline(
@@ -414,6 +437,7 @@ def read_tape(
         plan=plan,
         tokens=tokens,
         peak_bytes=int(totals[peak]),
+        tensor_peak_bytes=int(bytes_after(tape)[changes].max()),
         peak_at=places[peak],
         by_category={category: int(column[peak]) for category, column in by_category.items() if column[peak]},
         timeline=timeline,
@@ -424,13 +448,14 @@ def read_tape(
     )
 
 
-def _bytes_by_category(columns: Columns, changes: IntColumn, alive: Counter[Category]) -> dict[Category, IntColumn]:
+def _bytes_by_category(
+    columns: Columns, changes: IntColumn, alive: Counter[Category], sizes: Sizes
+) -> dict[Category, IntColumn]:
     """Return the bytes after each change."""
     numbers = {category: number for number, category in enumerate(_CATEGORIES)}
-    sizes = np.array([storage.num_bytes for storage in columns.storages], dtype=np.int64)
     kinds = np.array([numbers[_category(storage)] for storage in columns.storages], dtype=np.int8)
     storages = columns.storage[changes]
-    deltas = np.where(columns.change[changes] == ALLOCATED, sizes[storages], -sizes[storages])
+    deltas = np.where(columns.change[changes] == ALLOCATED, 1, -1) * sizes.storages[storages]
     categories = kinds[storages]
     used = {_CATEGORIES[number] for number in np.unique(categories)} | set(alive)
     return {

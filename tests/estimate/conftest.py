@@ -29,7 +29,7 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> None:
     def simulated(simulator: StepSimulator, plan: Plan | None) -> StepMemory:
         step = simulator.step
         held = step.batch_size * step.seq_length * 1024 // (1 if plan is None else 2 * (1 + plan.count(Mode.FULL) // 4))
-        return replace(steps_by_hand.step(), peak_bytes=MIB + held)
+        return replace(steps_by_hand.step(), peak_bytes=MIB + held, tensor_peak_bytes=MIB + held)
 
-    monkeypatch.setattr(StepSimulator, "simulate", simulated)
+    monkeypatch.setattr(StepSimulator, "_simulated", lambda *asked: (simulated(*asked), 0))
     monkeypatch.setattr(StepSimulator, "reserved_bytes", lambda simulator, plan: simulator.memory(plan).peak_bytes)

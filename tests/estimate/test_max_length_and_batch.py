@@ -110,6 +110,6 @@ def test_what_was_simulated_once_is_not_simulated_again(tmp_path: Path, monkeypa
     subject = small_subject(tmp_path)
     predictor = Predictor(subject, CARD)
     first = predictor.memory(subject.resolve("full"))
-    monkeypatch.delattr(StepSimulator, "simulate")
+    monkeypatch.delattr(StepSimulator, "_simulated")
     again = predictor.memory(subject.resolve([{"layers": "0:4", "mode": "full"}]))
     assert again.peak_bytes == first.peak_bytes

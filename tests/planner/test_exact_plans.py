@@ -56,7 +56,17 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
         choice = predict(chain, [plan.stacks[layer.stack].layers[layer.layer_idx] for layer in chain.layers])
         time, place = StepTime(forward=choice.seconds), Place(Phase.BACKWARD)
         sizes = {Category.SAVED: choice.peak_bytes}
-        return StepMemory("", plan, simulator.step.tokens, choice.peak_bytes, place, sizes, Timeline((), {}), time=time)
+        return StepMemory(
+            "",
+            plan,
+            simulator.step.tokens,
+            choice.peak_bytes,
+            place,
+            sizes,
+            Timeline((), {}),
+            time=time,
+            tensor_peak_bytes=choice.peak_bytes,
+        )
 
     def tiled(chain: Chain, simulator: StepSimulator, allowed: Allowed) -> Chain:
         return chain if allowed.tiles is False else made(tiles=True, head=chain.head)
@@ -64,7 +74,7 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     def chunked(chain: Chain, *given: object) -> Chain:
         return made(tiles=TILED in chain.layers[0].costs, head=HeadMode.CHUNKED)
 
-    monkeypatch.setattr(StepSimulator, "simulate", simulated)
+    monkeypatch.setattr(StepSimulator, "_simulated", lambda *asked: (simulated(*asked), 0))
     monkeypatch.setattr(StepSimulator, "reserved_bytes", lambda simulator, plan: simulator.memory(plan).peak_bytes)
     monkeypatch.setattr(search, "with_tiles", tiled)
     monkeypatch.setattr(search, "with_chunked_head", chunked)

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import parse
-from hf_ckpt.simulation.caching_allocator import CachingAllocator, Held, held_within, reserved_bytes
+from hf_ckpt.simulation.caching_allocator import CachingAllocator, Held, held_within, play
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.sharded_weights import weights_of
 from hf_ckpt.simulation.simulator import StepSimulator
@@ -27,6 +27,10 @@ from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, FlatParameter, MemoryChange, Storage, Stream, Tape
 
 KIB, MIB = 2**10, 2**20
+
+
+def reserved_bytes(tape: Tape) -> int:
+    return play(tape).reserved_bytes
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,15 @@ def test_a_large_block_keeps_what_is_left_over_up_to_one_mebibyte() -> None:
         # Where it was cut off, it serves what is as large, and else a new segment does.
         allocator.allocate(left_over if left_over > MIB else MIB + 512)
         assert allocator.reserved_bytes == reserved * MIB
+
+
+def test_blocks_are_allocated_whole() -> None:
+    # A segment of 12 MiB serves 11 MiB, and its rest, 1 MiB, is too little to be cut off; one of 14 MiB has 1 MiB and
+    # 512 bytes left of it, which are. Small blocks are cut to size.
+    sizes = (11 * MIB, 13 * MIB - 512, 512)
+    tape = Tape([Storage(size, category=Category.PARAMETERS) for size in sizes], [])
+    assert play(tape).blocks.before.tolist() == [12 * MIB, 13 * MIB - 512, 512]
+    assert play(tape, expands=True).blocks.before.tolist() == list(sizes)
 
 
 def test_free_neighbours_are_joined_and_segments_are_not() -> None:

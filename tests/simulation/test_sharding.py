@@ -55,12 +55,15 @@ def simulated(
     num_micro_batches: int = 1,
     prefetches: bool = True,
     zero: Zero = SMALL,
+    world_size: int = WORLD_SIZE,
+    syncs_each_batch: bool = False,
     **step: object,
 ) -> StepMemory:
     sharding = Sharding(
         engine=engine,
-        world_size=1 if engine == "none" else WORLD_SIZE,
+        world_size=1 if engine == "none" else world_size,
         prefetches_in_backward=prefetches,
+        syncs_each_batch=syncs_each_batch,
         zero=zero,
     )
     settings = Step(
@@ -259,6 +262,23 @@ def test_fsdp_keeps_whole_gradients_until_the_last_micro_batch() -> None:
     once, often = (simulated("fsdp2", num_micro_batches=number) for number in (1, 4))
     assert most(once, Category.GRADIENTS) < num_bytes(model())
     assert most(often, Category.GRADIENTS) == pytest.approx(num_bytes(model()), rel=0.05)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_fsdp_keeps_shares_of_gradients_only_where_each_micro_batch_is_synced(engine: str) -> None:
+    once = simulated(engine)
+    often = simulated(engine, num_micro_batches=4, syncs_each_batch=True)
+    assert most(often, Category.GRADIENTS) == most(once, Category.GRADIENTS)
+    # From the second micro-batch on all shares are there from the beginning, and no whole gradient lasts longer.
+    share = num_bytes(model()) / WORLD_SIZE
+    assert once.peak_bytes < often.peak_bytes <= once.peak_bytes + 1.02 * share
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero3"])
+def test_one_process_keeps_what_is_trained_in_float32_too(engine: str) -> None:
+    alone = simulated(engine, dtype=torch.bfloat16, autocast="bfloat16", world_size=1)
+    kept = Category.OPTIMIZER if engine == "zero3" else Category.PARAMETERS
+    assert most(alone, kept) >= num_bytes(model()) * (3 if engine == "zero3" else 1)
 
 
 def test_fsdp_keeps_what_is_trained_in_float32_under_mixed_precision() -> None:
