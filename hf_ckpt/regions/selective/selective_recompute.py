@@ -332,9 +332,10 @@ def _noting_saves(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Ite
     """Run a region's forward, whose operators `driver` gives away, and note after which of them autograd saves."""
     # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
     pack, unpack = top_saved_tensors_hooks(False)
+    entries = kept.entries
 
     def note_and_pack(tensor: Tensor) -> Any:
-        kept.note_saved()
+        kept.num_needed = len(entries)
         return pack(tensor)
 
     push_saved_tensors_hooks(note_and_pack, unpack)
