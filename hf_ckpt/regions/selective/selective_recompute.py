@@ -297,9 +297,9 @@ class RecomputationRun(_Run):
         whole = None
         if number in self._kept.adapted:
             rank, outer, *_ = self._kept.adapted[number]
-            # Where it is a sum no longer (somebody looks inside since), or was handed out before, it runs for real.
-            is_handed_out = linears.rank_of_sum(module, args) == rank and self._kept.is_kept(number)
-            whole = _Sum(number, rank, outer, is_handed_out)
+            # It is a sum as in the forward, whose hooks and attributes the modules have now. Where it was handed out
+            # before, it runs for real.
+            whole = _Sum(number, rank, outer, self._kept.is_kept(number))
         self._entered.append(whole)
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
