@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_ckpt.regions.execution_state import is_in_backward
-from hf_ckpt.regions.fingerprints import BitSum, bit_sums, is_plain, sums_differ
+from hf_ckpt.regions.fingerprints import BitSum, bit_sums, sums_differ
 from hf_ckpt.upstream.transformers import OTHER_CACHES
 
 _MAX_READ = 500
@@ -106,7 +106,8 @@ class GivenBits:
     __slots__ = ("_noted",)
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._noted = [(weakref.ref(tensor), _Place.of(tensor), _sums_of([tensor])) for tensor in tensors]
+        noted = ((tensor, _sums_of([tensor])) for tensor in tensors)
+        self._noted = [(weakref.ref(tensor), _Place.of(tensor) if sums else None, sums) for tensor, sums in noted]
 
     def differ(
         self, tensors: Sequence[Tensor], before: Sequence[BitSum] = (), now: Sequence[BitSum] = ()
@@ -155,10 +156,8 @@ class _Place(NamedTuple):
     address: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Place | None:
-        """Return that of a tensor; None if it is not looked at."""
-        if type(tensor) is not Tensor or not is_plain(tensor):
-            return None
+    def of(cls, tensor: Tensor) -> _Place:
+        """Return that of a tensor."""
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # upstream
         return cls(storage, tensor.data_ptr())
 

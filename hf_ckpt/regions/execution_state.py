@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -218,16 +218,21 @@ class HostRandomState:
     def restore(self) -> None:
         """Set the generators to this state."""
         memory = _python_memory(), _numpy_memory()
-        for was, now, state, (_, _, write) in zip(self._memory, memory, self._states, _HOST_GENERATORS, strict=True):
-            if was != now:
-                write(state)
+        if memory != self._memory:
+            for was, now, state, (_, _, write) in zip(
+                self._memory, memory, self._states, _HOST_GENERATORS, strict=True
+            ):
+                if was != now:
+                    write(state)
 
+    @staticmethod
     @contextmanager
-    def brought_back(self) -> Iterator[None]:
-        """Let the block start from this state, and nothing after it notice."""
-        found = self.now()
+    def put_back(start: HostRandomState | None) -> Iterator[None]:
+        """Let nothing after the block notice what it draws. It starts from `start`, or from the state that there is."""
+        found = HostRandomState.now()
         try:
-            self.restore()
+            if start is not None:
+                start.restore()
             yield
         finally:
             found.restore()
@@ -247,16 +252,25 @@ _LAST_READ: list[HostRandomState | None] = [None]
 """That of the process, as its generators are."""
 
 
-def _memory_of(value: Any, kind: Any) -> Any:
+def _memory_of(value: Any, kind: Any, most: int | None = None) -> Any:
     size = kind.__basicsize__ - object.__basicsize__
-    return (ctypes.c_char * size).from_address(id(value) + object.__basicsize__)
+    return (ctypes.c_char * (most or size)).from_address(id(value) + object.__basicsize__)
 
 
+# Both are Mersenne twisters: 624 words, all of which are others after each round, and the place among them. The place
+# and a few of the words tell any two states apart that a generator comes to.
+_NUM_WORDS = 16
+_Words = ctypes.c_char * (4 * _NUM_WORDS)
 _PYTHON: Any = random._inst  # CPython 3.11 to 3.14
-_PYTHON_WORDS = _memory_of(_PYTHON, random.Random.__base__)
-_NumpyWords = ctypes.c_char * (4 * 625)
-"""The words of numpy's own generator and the place among them, as it publishes them to who writes in C."""
+# The place comes first.
+_PYTHON_WORDS = _memory_of(_PYTHON, random.Random.__base__, 4 * (1 + _NUM_WORDS))
 _NUMPY_KEPT = _memory_of(np.random.mtrand._rand, np.random.RandomState)  # numpy 2.0 to 2.5
+
+
+@lru_cache(maxsize=1)
+def _numpy_words(address: int) -> tuple[Any, Any]:
+    """Return words of numpy's own generator, and the place among them, as it publishes them to who writes in C."""
+    return _Words.from_address(address), (ctypes.c_char * 4).from_address(address + 4 * 624)
 
 
 def _python_memory() -> object:
@@ -271,13 +285,14 @@ def _numpy_memory() -> object:
     if not _CAN_READ_MEMORY or type(generator) is not np.random.MT19937:
         return pickle.dumps(np.random.get_state(legacy=False))
     # What is kept of two numbers is in the object around the generator.
-    return _NumpyWords.from_address(generator.ctypes.state_address).raw, _NUMPY_KEPT.raw
+    words, place = _numpy_words(generator.ctypes.state_address)
+    return words.raw, place.raw, _NUMPY_KEPT.raw
 
 
 def _shows_draws() -> bool:
     """Whether numbers that are drawn show in memory: other builds of Python or numpy may have it elsewhere."""
     one, other = random.Random(0), np.random.RandomState(0)
-    places = _memory_of(one, random.Random.__base__), _memory_of(other, np.random.RandomState)
+    places = _memory_of(one, random.Random.__base__, 4 * (1 + _NUM_WORDS)), _memory_of(other, np.random.RandomState)
     before = [place.raw for place in places]
     one.random()
     other.standard_normal()

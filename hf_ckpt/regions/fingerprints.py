@@ -18,12 +18,13 @@ follow or count operators do not see it.
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from ctypes import c_char
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -392,7 +393,7 @@ def plain_tensors(value: Any) -> list[Tensor]:
 
 _NUM_BYTES = 64
 """Of a sample on the CPU."""
-_Bytes = ctypes.c_char * _NUM_BYTES
+_Bytes = c_char * _NUM_BYTES
 _NUM_ELEMENTS = 256
 """Of a sample on a device."""
 _PLAIN = (Tensor, nn.Parameter)
@@ -404,12 +405,12 @@ class Samples:
     __slots__ = ("_on_device", "_on_host")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._on_host = [bytes_of(tensor) for tensor in tensors]
+        self._on_host = list(map(bytes_of, tensors))
         self._on_device = _elements_of(tensors) if None in self._on_host else None
 
     def differ(self, tensors: Sequence[Tensor]) -> bool | Tensor:
         """Whether the values of these tensors differ from the samples; a tensor on the device if not known yet."""
-        if [bytes_of(tensor) for tensor in tensors] != self._on_host:
+        if list(map(bytes_of, tensors)) != self._on_host:
             return True
         if self._on_device is None:
             return False
@@ -427,22 +428,21 @@ def is_read_late(tensor: Tensor) -> bool:
 
 def bytes_of(tensor: Tensor, most: int = _NUM_BYTES) -> bytes | None:
     """Return bytes of a tensor on the CPU, from its middle if there are more; None where they cannot be read."""
-    if is_read_late(tensor) or type(tensor) not in _PLAIN or not tensor.is_contiguous():
+    if type(tensor) not in _PLAIN or is_read_late(tensor) or not tensor.is_contiguous():
         return None
     try:
         address = tensor.data_ptr()
     except RuntimeError:
         # A wrapper of torch.func, which has no memory.
         return None
-    size = tensor.nbytes
     # No memory: an engine has freed it.
     if not address:
         return None
-    if size <= most:
-        return ctypes.string_at(address, size)
-    middle = address + (size - most >> 1)
-    # A quarter of the time of `string_at`.
-    return _Bytes.from_address(middle).raw if most == _NUM_BYTES else ctypes.string_at(middle, most)
+    rest = tensor.nbytes - most
+    if rest >= 0 and most == _NUM_BYTES:
+        # A quarter of the time of `string_at`.
+        return _Bytes.from_address(address + (rest >> 1)).raw
+    return ctypes.string_at(address + max(rest >> 1, 0), min(most, rest + most))
 
 
 def _elements_of(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -521,38 +521,35 @@ def bit_sums(
     Of a large one some blocks are read otherwise, and fewer if `is_sparse`. Without `reads_late` there are none if the
     host would have to wait for one.
     """
-    if not reads_late and any(map(is_read_late, tensors)):
-        return []
     found: list[BitSum] = []
-    is_seen = num_dispatch_modes() > 0
     for tensor in tensors:
+        is_late = is_read_late(tensor)
+        if is_late and not reads_late:
+            return []
         # First what there is most of where the host has no time to lose.
         if (
             type(tensor) is Tensor
-            and tensor.is_contiguous()
-            and tensor.nbytes <= _AS_BYTES
-            and not is_read_late(tensor)
+            and not is_late
+            and tensor.layout is torch.strided
+            and (size := tensor.nbytes) <= _AS_BYTES
+            and (tensor.is_contiguous() or _fill_a_piece(tensor.shape, tensor.stride()))
         ):
-            found.append(_bytes_sum(tensor))
+            address = tensor.data_ptr()
+            found.append(crc32((c_char * size).from_address(address)) if address else 0)
         elif is_plain(tensor):
             # Without modes there is nobody to hide it from: no kernel of ours stands for these operators.
-            with unobserved() if is_seen else nullcontext():
+            with unobserved() if num_dispatch_modes() else nullcontext():
                 found.append(_bit_sum(tensor, is_whole, is_sparse))
         elif type(tensor) is FakeTensor and not tensor.is_meta:
             # A simulated step has no values. What takes time here is in `Device.selective_seconds`.
-            found.append(tensor.new_empty((), dtype=torch.int64) if is_read_late(tensor) else 0)
+            found.append(tensor.new_empty((), dtype=torch.int64) if is_late else 0)
     return found
-
-
-def _bytes_sum(tensor: Tensor) -> int:
-    address = tensor.data_ptr()
-    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(address)) if address else 0
 
 
 def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> BitSum:
     is_late = is_read_late(tensor)
     if not is_late and tensor.nbytes <= _AS_BYTES:
-        return _bytes_sum(tensor.contiguous())
+        return bit_sums([tensor.detach().contiguous()], is_whole=is_whole)[0]
     if tensor.requires_grad:
         tensor = tensor.detach()
     bits = _bits(_as_real(tensor) if tensor.is_complex() or tensor.is_neg() else tensor)
@@ -580,7 +577,7 @@ def _all_weights(device: torch.device) -> Tensor:
 def _in_blocks(bits: Tensor, is_sparse: bool) -> Tensor:
     """Return a view of blocks of a tensor, or the tensor where it does not fill a piece of memory."""
     size = bits.numel()
-    if size <= _PERIOD or not (bits.is_contiguous() or _fills_a_piece(bits)):
+    if size <= _PERIOD or not (bits.is_contiguous() or _fill_a_piece(bits.shape, bits.stride())):
         return bits
     period = _PERIOD if size < _LARGE else _LARGE_PERIOD
     if is_sparse:
@@ -588,8 +585,10 @@ def _in_blocks(bits: Tensor, is_sparse: bool) -> Tensor:
     return bits.as_strided(((size - _BLOCK) // period + 1, _BLOCK), (period, 1), bits.storage_offset())
 
 
-def _fills_a_piece(bits: Tensor) -> bool:
-    return sum((n - 1) * step for n, step in zip(bits.shape, bits.stride(), strict=True)) + 1 == bits.numel()
+@lru_cache(maxsize=1024)
+def _fill_a_piece(shape: torch.Size, strides: Sequence[int]) -> bool:
+    """Whether elements fill a piece of memory."""
+    return sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1 == shape.numel()
 
 
 def sums_differ(before: Sequence[BitSum], now: Sequence[BitSum]) -> bool | Tensor:

@@ -322,6 +322,7 @@ class _Layout:
         # Hooks may change what a forward computes; engines and users place and remove them.
         self.hooked = [*self.modules, _GLOBAL_HOOKS]
         self._hooks = list(chain.from_iterable(map(attrgetter(*_MAIN_HOOKS), self.hooked)))
+        self._numbers: tuple[list[int], list[int]] = [], []
         self._copied_hooks: tuple[list[int], _Hooks] = [], {}
         self._kinds: tuple[Sequence[int], Sequence[str], set[Hashable]] = (), (), set()
 
@@ -386,7 +387,11 @@ class _Layout:
 
     def hooks_now(self) -> list[int]:
         """Return the numbers of the hooks, which are unique in a process. This package's own come and go."""
-        return [number for hooks in filter(None, self._hooks) for number, hook in hooks.items() if not is_ours(hook)]
+        numbers = list(chain.from_iterable(filter(None, self._hooks)))
+        if numbers != self._numbers[0]:
+            found = chain.from_iterable(map(dict.items, self._hooks))
+            self._numbers = numbers, [number for number, hook in found if not is_ours(hook)]
+        return self._numbers[1]
 
     def kinds(self) -> set[Hashable]:
         """Return the names of attributes, and the code of forwards and hooks, the same for one placed in each step."""

@@ -133,8 +133,7 @@ class _Forward:
         if not self._is_forward:
             # As torch's generators, which its checkpoint brings back. If the forward drew nothing from them, what is
             # kept of it (`_ModuleOutputs`) may still set them.
-            host_random = self._host_random or HostRandomState.now()
-            with recomputing(), host_random.brought_back():
+            with recomputing(), HostRandomState.put_back(self._host_random):
                 return self._run(*tensors)
         if self._host_random is not None:
             # The generators are as they were when the forward began: torch has brought its own back.

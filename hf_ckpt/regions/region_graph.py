@@ -105,12 +105,13 @@ def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     """Whether a tensor that one of these nodes has made is still there, besides the outputs: a hook collects it, say.
 
     Once a region has run, what it is to recompute is gone. Looks at all objects that are new, as long as no cycles
-    are collected meanwhile, which would make them old. What
-    only the graph holds, as the base of a view, is in Python's list of objects too; nothing of Python refers to it.
+    are collected meanwhile, which would make them old. What only the graph holds, as the base of a view, is in Python's
+    list of objects too; nothing of Python refers to it.
     """
     known = set(map(id, outputs))
     young = [each for each in gc.get_objects(generation=0) if issubclass(type(each), Tensor)]
-    inside = [each for each in young if id(each) not in known and each.grad_fn in nodes]
+    # Python 3.13 finds the tuple of a call among those who hold what is in it: this is that tuple.
+    inside = tuple([each for each in young if id(each) not in known and each.grad_fn in nodes])
     holders = gc.get_referrers(*inside) if inside else []
     return any(each is not young and each is not inside and not isinstance(each, FrameType) for each in holders)
 

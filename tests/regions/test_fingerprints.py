@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.regions.fingerprints import all_equal, are_equal, checksum, fingerprint, relative_distance
+from hf_ckpt.regions.fingerprints import all_equal, are_equal, bit_sums, checksum, fingerprint, relative_distance
 
 pytestmark = pytest.mark.core
 
@@ -194,3 +194,15 @@ def test_lists_are_equal_if_all_in_them_are() -> None:
             ones, [fingerprint(torch.full((3 + number,), 1.0 + (number == place))) for number in range(3)]
         )
     assert not all_equal(ones, [fingerprint(torch.full((size, 1), 1.0)) for size in (3, 4, 5)])
+
+
+# torch says of its CSR format that it is in beta.
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sums_leave_out_what_lies_in_no_piece_of_memory() -> None:
+    rows = torch.eye(3)
+    assert bit_sums([rows.to_sparse(), rows.to_sparse_csr()], is_whole=False) == []
+    crossed, other = torch.arange(6.0).view(2, 3).T, torch.ones(3, 2)
+    assert bit_sums([crossed, rows[:, ::2]], is_whole=False) == bit_sums(
+        [crossed.clone(), rows[:, ::2]], is_whole=False
+    )
+    assert bit_sums([crossed], is_whole=False) != bit_sums([other], is_whole=False)

@@ -91,8 +91,16 @@ def test_numbers_of_python_and_numpy_are_drawn_again(late: Late, region: str, pr
 
 @pytest.mark.parametrize(
     "draw",
-    [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn],
-    ids=["r", "gauss", "np", "randn"],
+    [
+        random.random,
+        lambda: random.gauss(0, 1),
+        # After so many it is at the same place among its words again.
+        lambda: [random.random() for _ in range(312)][-1],
+        np.random.rand,
+        np.random.randn,
+        lambda: np.random.rand(312)[-1],
+    ],
+    ids=["r", "gauss", "round", "np", "randn", "np_round"],
 )
 def test_a_state_is_read_again_only_after_a_draw(draw: Callable[[], float]) -> None:
     before = HostRandomState.now()

@@ -86,8 +86,8 @@ def outputs_are_rolled(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     hand_out = KeptOutputs._pop
 
     def rolled(self: KeptOutputs, number: Any, *rest: Any) -> Any:
-        found = self._entries[number]
-        for other in self._entries.values():
+        found = self.entries[number]
+        for other in self.entries.values():
             if other is not found and _shape(other.output) == _shape(found.output) is not None:
                 found.output, other.output = other.output, found.output
                 break

@@ -93,9 +93,9 @@ class _KeptOutput:
     """After it, where it drew random numbers."""
     sums: list[BitSum]
     """Of its tensors, as soon as they were made."""
-    fed: list[BitSum]
+    fed: Sequence[BitSum]
     """Of the tensors that it was fed."""
-    fingerprints: list[Fingerprint]
+    fingerprints: Sequence[Fingerprint]
     """Of the same tensors, in a call that is proven."""
 
 
@@ -124,8 +124,9 @@ class KeptOutputs:
         self._is_whole = values is not None or not coverage.knows(setting)
         self._turn = coverage.turns.randrange(TURNS)
         self._operators: frozenset[CallId] = frozenset()
-        self._entries: dict[CallId, _KeptOutput] = {}
-        self._num_needed = 0
+        self.entries: dict[CallId, _KeptOutput] = {}
+        # How many there were when autograd saved a tensor last: recomputation comes at least as far as there.
+        self.num_needed = 0
         # Adapted layers that were taken as a whole, whether or not anything of them is kept: their rank, and columns,
         # dtype and device of what they returned.
         self.adapted: dict[CallId, tuple[int, int, torch.dtype, torch.device]] = {}
@@ -143,47 +144,45 @@ class KeptOutputs:
             return
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         detach = Tensor.clone if number in self._coverage.copied_calls else Tensor.detach
-        detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
-        tensors = _tensors_of(detached)
+        if isinstance(output, Tensor):
+            tensors = [detached := detach(output)]
+        else:
+            tensors = list(nested_tensors_in(detached := tree_map_only(Tensor, detach, output)))
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         fed = fed_tensors(kind, args)
         sums = bit_sums(tensors, is_whole=self._is_whole)
-        reads_late = self._is_whole or len(self._entries) % TURNS == self._turn
+        reads_late = self._is_whole or len(self.entries) % TURNS == self._turn
         of_fed, fingerprints = self._sums_of_fed(kind, fed, reads_late)
         shapes = [tensor.shape for tensor in fed]
-        self._entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, of_fed, fingerprints)
+        self.entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, of_fed, fingerprints)
 
     def _sums_of_fed(
         self, kind: OperatorKind, fed: list[Tensor], reads_late: bool = True
-    ) -> tuple[list[BitSum], list[Fingerprint]]:
+    ) -> tuple[Sequence[BitSum], Sequence[Fingerprint]]:
         """Return sums of what an operator is fed; in a proven call fingerprints too, which tell how far apart it is."""
         if kind is ADAPTED_LAYER:
             # It feeds its adapter what it is fed.
-            return [], []
+            return (), ()
         # A simulated step counts the memory of both, and has no values.
         if self._values is not None and (found := self._values.fingerprints(fed, has_sketch=True)):
             return [each.hash for each in found], found
-        return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), []
-
-    def note_saved(self) -> None:
-        """Note that autograd saves a tensor: recomputation comes at least as far as here."""
-        self._num_needed = len(self._entries)
+        return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), ()
 
     def finish(self) -> None:
         """End the forward: let go what the region wrote to or no recomputation comes to; the keeper gets the rest."""
-        numbers = list(self._entries)
-        self._operators = frozenset(numbers[: self._num_needed])
-        self._unneeded = set(numbers[self._num_needed :])
+        numbers = list(self.entries)
+        self._operators = frozenset(numbers[: self.num_needed])
+        self._unneeded = set(numbers[self.num_needed :])
         for number in self._unneeded:
-            del self._entries[number]
+            del self.entries[number]
         if self._values is not None or not self._coverage.knows((self._setting, self._operators)):
-            looks = [_Look(number, 0, False, each.sums, self._sums_of(each)) for number, each in self._entries.items()]
+            looks = [_Look(number, 0, False, each.sums, self._sums_of(each)) for number, each in self.entries.items()]
             # The host waits for a device once.
             for look in filter(_Look.differs, looks if _differ(looks) else ()):
                 self._coverage.copied_calls.add(look.number)
-                del self._entries[look.number]
+                del self.entries[look.number]
         if (keeper := self._keeper) is not None:
-            for entry in self._entries.values():
+            for entry in self.entries.values():
                 entry.output = tree_map_only(Tensor, partial(_handed_over, keeper), entry.output)
 
     def _sums_of(self, entry: _KeptOutput) -> list[BitSum]:
@@ -199,7 +198,7 @@ class KeptOutputs:
         Raises:
             UnsupportedError: it is fed tensors of other shapes than in forward.
         """
-        entry = self._entries.get(number)
+        entry = self.entries.get(number)
         if entry is None:
             return NOT_KEPT
         fed = fed_tensors(entry.kind, args)
@@ -218,7 +217,7 @@ class KeptOutputs:
         return self._pop(number, args)
 
     def _pop(self, number: CallId, args: Any) -> Any:
-        entry = self._entries.pop(number)
+        entry = self.entries.pop(number)
         if (keeper := self._keeper) is not None:
             entry.output = tree_map_only(_KeeperHandle, lambda each: keeper.get(each.value).detach(), entry.output)
         may_run_again = self._may_run_again(entry)
@@ -241,7 +240,7 @@ class KeptOutputs:
 
     def is_kept(self, number: CallId) -> bool:
         """Whether what an adapted layer returned is there, or is not needed by what backward needs."""
-        entry = self._entries.get(number)
+        entry = self.entries.get(number)
         if entry is None:
             # A recomputation that is looked at goes on to where it is needed.
             return number in self._unneeded and self._values is None
@@ -330,8 +329,8 @@ class _Look(NamedTuple):
     weight: int
     """Address of its weight, for its name; 0 if it has none."""
     is_fed: bool
-    before: list[BitSum]
-    now: list[BitSum]
+    before: Sequence[BitSum]
+    now: Sequence[BitSum]
     fingerprints_before: Sequence[Fingerprint] = ()
     fingerprints_now: Sequence[Fingerprint] = ()
 

@@ -165,13 +165,16 @@ def placeholder(kind: OperatorKind, args: Any, outer: int) -> Tensor:
     return Placeholder.of((*rows.shape[:-1], outer), rows.dtype)
 
 
+_META = torch.device("meta")
+
+
 class Placeholder(Tensor):
     """A tensor on `meta` that is scaled, added and cast at once: torch computes plain ones' shapes by `torch._refs`."""
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make one."""
-        return make_wrapper_subclass(Placeholder, shape, dtype=dtype, device=torch.device("meta"))
+        return make_wrapper_subclass(Placeholder, shape, dtype=dtype, device=_META)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # upstream's types leave the class out

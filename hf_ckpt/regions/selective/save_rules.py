@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -250,7 +250,7 @@ class SaveRules:
         """What has to occur."""
         return self.names or (self.preset,)
 
-    @property
+    @cached_property
     def attention(self) -> str:
         """Which of `required` stands for all ways to compute attention; empty if none does."""
         return next((name for name in (SELECTIVE_ATTENTION, ATTENTION_OUTPUT) if name in self.required), "")

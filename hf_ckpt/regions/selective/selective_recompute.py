@@ -297,9 +297,9 @@ class RecomputationRun(_Run):
         whole = None
         if number in self._kept.adapted:
             rank, outer, *_ = self._kept.adapted[number]
-            # Where it is a sum no longer (somebody looks inside since), or was handed out before, it runs for real.
-            is_handed_out = linears.rank_of_sum(module, args) == rank and self._kept.is_kept(number)
-            whole = _Sum(number, rank, outer, is_handed_out)
+            # It is a sum as in the forward, whose hooks and attributes the modules have now. Where it was handed out
+            # before, it runs for real.
+            whole = _Sum(number, rank, outer, self._kept.is_kept(number))
         self._entered.append(whole)
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
@@ -332,9 +332,10 @@ def _noting_saves(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Ite
     """Run a region's forward, whose operators `driver` gives away, and note after which of them autograd saves."""
     # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
     pack, unpack = top_saved_tensors_hooks(False)
+    entries = kept.entries
 
     def note_and_pack(tensor: Tensor) -> Any:
-        kept.note_saved()
+        kept.num_needed = len(entries)
         return pack(tensor)
 
     push_saved_tensors_hooks(note_and_pack, unpack)
