@@ -28,7 +28,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make finetune     set up .venv, fine-tune a small model on the CPU ($(RECIPE))'
 	@echo 'make test         set up .venv, then format, lint, types, and a case of every kind of test'
-	@echo 'make test-all     the same with all cases: every architecture, operator, broken recipe and planted fault'
+	@echo 'make test-all     the same with all cases: every architecture, operator, broken recipe and planted fault; in four'
+	@echo '                  processes too'
 	@echo 'make test-benchmarks  what the benchmarks do on a GPU, small on the CPU; when benchmarks/ changes'
 	@echo 'make test-distributed  the part of `make test` that needs two processes'
 	@echo 'make test-browser  the pages that commands write and serve, in an installed chromium'
@@ -116,14 +117,15 @@ test test-all test-benchmarks test-distributed test-browser test-oldest: export 
 # The tests in two processes and mypy run next to the others: those processes wait for each other most of the time.
 test test-oldest: cases = --cases 1
 test test-all: lint
-	@$(two_processes) $(cases) $(DISTRIBUTED_ARGS) > .venv/two_processes.log 2>&1 & two=$$!; \
+	@{ $(call launch,2) $(cases) $(DISTRIBUTED_ARGS)$(if $(cases),, && $(call launch,4) $(DISTRIBUTED_ARGS)); } \
+	    > .venv/two_processes.log 2>&1 & two=$$!; \
 	.venv/bin/mypy > .venv/types.log 2>&1 & types=$$!; \
 	status=0; .venv/bin/python -m pytest -m 'not browser' $(cases) $(PYTEST_ARGS) || status=$$?; \
-	wait $$two || status=$$?; echo 'In two processes:'; cat .venv/two_processes.log; \
+	wait $$two || status=$$?; echo 'In several processes:'; cat .venv/two_processes.log; \
 	wait $$types || status=$$?; cat .venv/types.log; exit $$status
 
 # --standalone: on a port that is free.
-two_processes = .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m pytest tests/distributed
+launch = .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node $(1) -m pytest tests/distributed
 
 test-benchmarks: .venv/.installed
 	.venv/bin/python -m pytest tests/benchmarks $(PYTEST_ARGS)
@@ -132,7 +134,7 @@ test-browser: .venv/.installed
 	.venv/bin/python -m pytest -m browser
 
 test-distributed: .venv/.installed
-	$(two_processes) $(DISTRIBUTED_ARGS)
+	$(call launch,2) $(DISTRIBUTED_ARGS)
 
 # Only files that have such tests: to import the others takes each process as long as a hundred tests.
 test-oldest: .venv-oldest/.installed

@@ -9,8 +9,8 @@ set -euo pipefail
 began=$SECONDS
 cd "$(dirname "$0")/.."
 
-# What the newest settings of the Trainer need (5.23), and 4-bit weights. Needs of both are on any machine with torch.
-wheels="transformers==5.23.0 bitsandbytes==0.50.2"
+# What the newest settings of the Trainer need (5.23 and later), and 4-bit weights. Needs of both are on any machine with torch.
+wheels="transformers==5.24.0 bitsandbytes==0.50.2"
 # Of the libraries in bitsandbytes' wheel only these: the machine's CUDA, and the CPU.
 libraries="libbitsandbytes_cuda130 libbitsandbytes_cpu"
 

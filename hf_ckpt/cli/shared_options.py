@@ -22,6 +22,7 @@ from hf_ckpt.policy.options import TO_CPU, HeadMode, parse_offload
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.upstream import OLD_NAMES
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.step_of_recipe import Subject
@@ -127,10 +128,7 @@ def quieten_peft() -> None:
     """Leave out what peft's import and use tell that nobody can act on."""
     # It imports bitsandbytes where it is installed, which tells on the CPU of kernels that it does not need.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # It asks transformers 5.2x by the old name whether checkpointing is on.
-    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
-    # It hands prefixes to transformers 5.24 by the old name.
-    warnings.filterwarnings("ignore", message=".past_key_values. is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", OLD_NAMES, FutureWarning)
 
 
 @contextlib.contextmanager

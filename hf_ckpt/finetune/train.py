@@ -59,6 +59,7 @@ from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
+from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.transformers import CACHE, on_one_process
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
@@ -66,6 +67,7 @@ _NUM_SAMPLE_TOKENS = 48
 _REPETITION_PENALTY = 1.2
 
 
+@old_names_untold()
 def finetune(
     recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = False, processes: LaunchedProcesses | None = None
 ) -> RunSummary:

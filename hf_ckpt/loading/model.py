@@ -39,6 +39,7 @@ from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 from hf_ckpt.regions.offload.disk import check_path
+from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.transformers import classes_by_config
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
@@ -234,7 +235,8 @@ def _with_adapter(model: torch.nn.Module, recipe: Recipe, *, is_empty: bool = Fa
     kind: str = recipe.adapter_section["type"]
     try:
         config = adapter_config(recipe, is_empty=is_empty)
-        adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
+        with old_names_untold():
+            adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
     except (ValueError, TypeError, ImportError) as error:
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise RecipeError(

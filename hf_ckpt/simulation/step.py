@@ -15,6 +15,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.inputs import InputTensor, Settings
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.torch import run_backward, tree_leaves
 from hf_ckpt.upstream.transformers import CACHE
 
@@ -182,6 +183,7 @@ _TOKEN = 5
 _Forward = Callable[..., Any]
 
 
+@old_names_untold()
 def run_step(
     model: nn.Module,
     step: Step,
@@ -306,6 +308,7 @@ def _under_autocast(function: _Forward, dtype: str | None) -> _Forward:
     return forward
 
 
+@old_names_untold()
 def run_evaluation_batch(
     model: nn.Module, step: Step, tracker: Tracker, others: Mapping[str, nn.Module], *, is_cuda: bool
 ) -> int:

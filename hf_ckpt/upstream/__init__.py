@@ -25,7 +25,9 @@ import inspect
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -40,6 +42,18 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "bitsandbytes", "deepspeed")
 _FEATURES: list[Feature] = []
 _CANNOT_IMPORT = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
+
+
+OLD_NAMES = r".(\w*gradient_checkpointing\w*|past_key_values). is deprecated"
+"""What transformers 5.23 and 5.24 tell (FutureWarning) whoever calls them as peft 0.21 and trl 1.16 do."""
+
+
+@contextmanager
+def old_names_untold() -> Iterator[None]:
+    """Leave that out of what peft and trl do for us. In a user's own calls it is told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", OLD_NAMES, FutureWarning)
+        yield
 
 
 class Missing(NamedTuple):

@@ -110,7 +110,7 @@ def test_step_is_predicted_as_it_runs(kind: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "case"), [("DPO", "separate"), ("DPO", "adapters off"), ("KTO", "separate"), ("SFT", "whole")]
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_step_under_autocast_with_micro_batches_is_predicted_as_it_runs(tmp_path: Path, kind: str, case: str) -> None:
     callback = auto()
     run = trainer(kind, case, tmp_path, callback, bf16=True, gradient_accumulation_steps=2)

@@ -118,6 +118,7 @@ def test_second_answer_is_the_first_one_without_torch(words: list[str], code: in
     assert {"command", "versions"} & content["document"].keys() == set()
 
 
+@pytest.mark.sweep
 def test_text_comes_from_the_answer_that_json_was_printed_of(tmp_path: Path) -> None:
     first = run_here(tmp_path, "estimate", "--quick", "--json")
     rows = json.loads(first.out)["rows"]
@@ -141,6 +142,7 @@ def test_no_cache_neither_reads_nor_writes(planned: tuple[Path, Done], monkeypat
     assert kept_files(cache) == before
 
 
+@pytest.mark.sweep
 def test_plan_is_written_of_a_kept_answer_too(planned: tuple[Path, Done], tmp_path: Path) -> None:
     cache, _ = planned
     out = tmp_path / "plan.json"

@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs two processes: {COMMAND}"))
         elif RANKS is not None and starts_its_own:
             item.add_marker(pytest.mark.skip(reason="starts processes of its own: pytest tests/distributed"))
+        elif RANKS is not None and RANKS.size != 2 and (two := item.get_closest_marker("two")):
+            item.add_marker(pytest.mark.skip(reason=f"needs two processes: {two.args[0]}"))
 
 
 @pytest.hookimpl(wrapper=True)

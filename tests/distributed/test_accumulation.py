@@ -35,6 +35,7 @@ def alone() -> Outcome:
 
 @pytest.mark.parametrize("mode", ["none", "full", "nested"])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.two("the one process takes the rows of two")
 def test_accumulation_equals_one_process_with_the_same_rows(engine: str, mode: str) -> None:
     expected = alone()
     got = train(model(), engine, callback(mode), read=whole, optim="sgd", gradient_accumulation_steps=ACCUMULATION)

@@ -40,6 +40,7 @@ def peak(engine: str) -> int:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.two("budgets are those of two")
 def test_both_ranks_train_under_one_plan_to_the_same_bits(engine: str) -> None:
     callback = HFCkptCallback("auto", memory_budget=f"{int(0.8 * peak(engine))}B")
     got = train(full_fine_tune("llama"), engine, callback, **ROWS)
@@ -65,6 +66,7 @@ def run_with_images(data: Any, callback: HFCkptCallback | None) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [list, Stream])
+@pytest.mark.two("budgets are those of two")
 def test_both_ranks_train_on_images_under_one_plan(kind: type) -> None:
     # The most images come to the other rank than the longest text.
     sizes = [(8, 1), (8, 1), (8, 2), (8, 2), (40, 1), (8, 1), (8, 1), (8, 1)]
@@ -104,6 +106,7 @@ def test_both_ranks_fall_back_where_one_cannot_plan(is_everywhere: bool, monkeyp
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.two("what two hold is predicted")
 def test_optimizer_that_runs_is_the_one_that_is_simulated(engine: str) -> None:
     # accelerate's default for FSDP1 is to prefetch nothing.
     sharding = Sharding(engine=engine, world_size=2, prefetches_in_backward=engine != "fsdp1")

@@ -56,6 +56,7 @@ def on_two(folder: Path, *more: str) -> Run:
         return carry_out(STEM, folder, *more)
 
 
+@pytest.mark.two("it is read that two were there")
 def test_recipe_trains_on_two_as_without_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made_by_first(lambda: tmp_path)
     run = on_two(folder / "planned")

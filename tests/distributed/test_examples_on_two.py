@@ -13,6 +13,7 @@ from tests.recovery.test_failed_examples import asked, named
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.two("rows are given out to two")
 def test_each_process_names_its_own_examples(accumulation: int, tmp_path: Path) -> None:
     with fresh_accelerate():
         found = asked(tmp_path, max_steps=8, gradient_accumulation_steps=accumulation)

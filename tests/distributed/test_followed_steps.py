@@ -126,6 +126,7 @@ PEAK_ALONE = ("ddp, lora, full, bf16", "fsdp1, lora, full, bf16, post")
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.two("what two hold is predicted")
 def test_predicted_peak_is_that_of_the_step_that_ran(name: str) -> None:
     run = RUNS[name]
     engine = name.partition(",")[0]

@@ -36,6 +36,7 @@ def unsharded(kind: str, weights: dict[str, Tensor]) -> nn.Module:
 
 @pytest.mark.parametrize(("kind", "precision"), [*((kind, "float32") for kind in KINDS), ("full", "bfloat16")])
 @pytest.mark.parametrize("engine", runs.ENGINES)
+@pytest.mark.two("it is read that two were there")
 def test_sharded_model_writes_as_an_unsharded_one(engine: str, kind: str, precision: str, tmp_path: Path) -> None:
     is_bfloat16 = precision == "bfloat16"
     with fresh_accelerate():

@@ -10,6 +10,7 @@ from tests.distributed.runs import full_fine_tune, train
 from tests.trainer.test_messages import shown
 
 
+@pytest.mark.two("rows are given out to two")
 def test_only_the_first_rank_shows_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     train(full_fine_tune("llama"), "ddp", HFCkptCallback("full"), disable_tqdm=False)
     counts: list[int] = [0] * dist.get_world_size()

@@ -63,6 +63,7 @@ some_modes = pytest.mark.parametrize("mode", ["full", "ffn", "nested", "mixed"])
 
 
 @some_modes
+@pytest.mark.two("its mesh is of two")
 def test_transformers_own_fsdp2_trains_as_without_a_plan(
     saved_llama: Path, transformers_alone: Outcome, mode: str
 ) -> None:
@@ -151,6 +152,7 @@ def test_policy_applied_by_hand_is_exact(engine: str, order: str, mode: str) -> 
 
 
 @pytest.mark.parametrize("mode", ["full", "attention", "ffn", "selective", "selective_attention"])
+@pytest.mark.two("its mesh is of two")
 def test_mode_is_exact_under_tensor_parallelism(saved_llama: Path, mode: str) -> None:
     inputs = exactness.build("llama").inputs
     results = []

@@ -101,6 +101,7 @@ def evaluated(most: int) -> tuple[Outcome, HFCkptCallback]:
     return train(bare, "ddp", callback, evaluated=rows(12), max_steps=2, **asked), callback
 
 
+@pytest.mark.two("rows are given out to two")
 def test_an_evaluation_in_parts_sends_what_the_whole_sends() -> None:
     expected, _ = evaluated(3)
     got, callback = evaluated(1 if dist.get_rank() else 3)

@@ -87,6 +87,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[type[Any], list[Tensor]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.two("the model is cut into two stages")
 def test_gradients_are_those_without_a_plan(alone: tuple[type[Any], list[Tensor]], way: str) -> None:
     kind, expected = alone
     policy, options = WAYS[way]
@@ -105,6 +106,7 @@ def test_gradients_are_those_without_a_plan(alone: tuple[type[Any], list[Tensor]
     assert [bool(times) for times in again] == [entry.mode != "none" for entry in planned.layers]
 
 
+@pytest.mark.two("the model is cut into two stages")
 def test_transformers_own_stages_are_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]

@@ -62,6 +62,7 @@ def test_every_recipe_for_many_gpus_is_carried_out_on_two() -> None:
 
 
 @pytest.mark.parametrize("stem", ENGINES)
+@pytest.mark.two("it is read that two were there")
 def test_recipe_trains_on_two_as_without_its_plan(
     stem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,11 +72,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.two("heads are split in two")
 def test_predicted_peak_is_that_of_the_step_that_ran(name: str) -> None:
     with tensor_parallel_on_a_cpu():
         assert_followed(RUNS[name], "tp", TOLERANCE)
 
 
+@pytest.mark.two("heads are split in two")
 def test_layers_that_stand_for_others_give_what_all_of_them_give() -> None:
     run = RUNS["llama, full"]
     with tensor_parallel_on_a_cpu():
@@ -120,6 +122,7 @@ def trained(budget: str | None, **more: Any) -> Outcome:
     return Outcome(callback, int(followed), training.losses(trainer), held)
 
 
+@pytest.mark.two("heads are split in two")
 def test_auto_keeps_a_budget_and_trains_as_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hf_ckpt"):
         plain, wide = trained(None), trained("1GiB")
@@ -155,6 +158,7 @@ def refusal(run: SharedRun, **more: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.two("heads are split in two")
 def test_what_was_not_followed_is_refused() -> None:
     assert 'under tensor parallelism "moe_tp_experts" of its plan is not simulated. Use a fixed policy' in refusal(
         SharedRun(model_type="mixtral")
@@ -164,6 +168,7 @@ def test_what_was_not_followed_is_refused() -> None:
     )
 
 
+@pytest.mark.two("heads are split in two")
 def test_weights_that_some_ranks_share_are_refused() -> None:
     with tensor_parallel_on_a_cpu(), fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
         run = SharedRun()

@@ -84,6 +84,7 @@ def test_row_of_any_plan_is_longer_with_what_is_allowed(tmp_path: Path, monkeypa
     assert ask(plan="auto", offload="cpu", tiles="auto") == 1024
 
 
+@pytest.mark.sweep
 def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:
     path = found.subject.recipe
     assert path is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hf_ckpt.cli.main import main
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.model import build_model, rehearse
+from hf_ckpt.upstream import OLD_NAMES
 from tests import small_recipes
 
 pytestmark = [
@@ -62,7 +64,9 @@ def recipe_of(kind: str, folder: Path, base: Path, **more: Any) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapter_is_trained_and_can_be_loaded_again(kind: str, tmp_path: Path, base: Path) -> None:
-    summary = train.finetune(load_recipe(recipe_of(kind, tmp_path, base)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", OLD_NAMES)
+        summary = train.finetune(load_recipe(recipe_of(kind, tmp_path, base)))
     assert len([entry for entry in summary.log_history if "loss" in entry]) == 4
     saved = tmp_path / "run"
     assert load_file(saved / "adapter_model.safetensors")
@@ -89,7 +93,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[torch.Size, bool]]:
 
 
 @pytest.mark.parametrize("kind", ["ia3", "prompt_tuning", "prefix_tuning"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_commands_take_the_adapter(kind: str, tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe_of(kind, tmp_path, base)
     assert main(["inspect", str(path)]) == 0

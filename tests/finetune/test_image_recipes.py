@@ -37,10 +37,7 @@ pytest.importorskip("trl", minversion="1.16")
 Image = pytest.importorskip("PIL.Image")
 pil = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.slow
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
@@ -122,6 +119,7 @@ def test_images_are_trained_on_as_without_the_plan(
     assert "  images  | 24 x 16 pixels" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_largest_images_are_planned_for(llava: Path, tmp_path: Path) -> None:
     auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
     recipe = load_recipe(write(tmp_path, llava, checkpointing=auto))

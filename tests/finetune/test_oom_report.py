@@ -111,7 +111,6 @@ def test_run_ends_with_exit_code_1_and_says_the_part(
         assert "Probable cause: something else than the step, which is predicted to need" in message
 
 
-@pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
 def test_step_of_another_trainer_is_predicted_with_its_own_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +226,7 @@ def test_budget_that_fits_is_the_override(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_weights_that_do_not_fit_need_something_else_than_checkpointing(tmp_path: Path) -> None:
     # Not even next to the least that CUDA's context takes, 0.4 GiB less than the most.
     text = explained(tmp_path, Batch(1, 64), MIB - int(0.4 * 2**30), model=FULL_SIZE)

@@ -19,11 +19,7 @@ from hf_ckpt.finetune import train
 from hf_ckpt.finetune.summary import RunSummary
 from tests import small_recipes, twins
 
-pytestmark = [
-    pytest.mark.slow,
-    # trl 1.16 uses the names that transformers 5.23 gives up.
-    pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.slow
 RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 OF_TRL = ("sft", "dpo", "kto", "reward", "grpo")

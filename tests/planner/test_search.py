@@ -97,6 +97,7 @@ def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
         StepPlanner(StepSimulator(build(SHALLOW), Step(batch_size=1, seq_length=64), CPU)).plan_for(Capacity(1_000_000))
 
 
+@pytest.mark.sweep
 def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
     model, device = build(TINY), find_device(TINY.device)
     choice = ChainPlanner(chain).smallest_peak

@@ -198,6 +198,7 @@ def test_offload_leaves_the_last_input_and_what_is_not_in_the_layers() -> None:
     assert in_layers[0] - in_layers[1] == 7 * INPUT_BYTES
 
 
+@pytest.mark.sweep
 def test_tiles_shrink_what_a_layer_needs_at_once() -> None:
     long = exactness.build("llama", num_layers=2, dropout=0.0)
     long.inputs.update({name: tensor.repeat(1, 32) for name, tensor in long.inputs.items()})

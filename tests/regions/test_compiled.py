@@ -144,7 +144,7 @@ def test_what_is_compiled_under_the_plan_is_exact(make: Callable[[Any, Any], nn.
         ("full", {"offload": "cpu"}),
     ],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.sweep
 def test_every_mode_is_exact_under_a_backend_that_runs_graphs_as_they_are(policy: str, options: dict[str, Any]) -> None:
     hold(compile_model, "eager", policy, is_later=False, **options)
 

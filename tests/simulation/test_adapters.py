@@ -87,7 +87,8 @@ def test_simulated_peak_and_categories_are_those_of_the_step_that_ran(name: str,
     assert simulated.tokens == followed.tokens
 
 
-@pytest.mark.parametrize(("name", "length"), [("prompt, selective", LENGTH + NUM_VIRTUAL), ("prefix", LENGTH)])
+@pytest.mark.parametrize(("name", "length"), [("prefix", LENGTH), ("prompt, selective", LENGTH + NUM_VIRTUAL)])
+@pytest.mark.filterwarnings("error:.past_key_values. is deprecated")
 def test_rows_are_as_long_as_virtual_tokens_make_them(name: str, length: int) -> None:
     # Those of a prefix are keys and values that are there already: no query is computed for them.
     shapes = {held.shape for held in RUNS[name].simulated().ledger}

@@ -164,6 +164,7 @@ def test_adapters_and_micro_batches_are_traced_once() -> None:
     assert_equal(once, whole)
 
 
+@pytest.mark.sweep
 def test_a_segment_lets_go_of_the_proof_of_layers_that_are_not_traced() -> None:
     policy = [{"layers": "0:7", "mode": "full", "segment_size": 7}, {"layers": "7:13", "mode": "full"}]
     with counted_copies() as counts:
@@ -180,6 +181,7 @@ def test_the_first_step_s_proof_is_traced_once(model_type: str, sharding: Shardi
     assert_equal(*both(model(model_type, 8), "full", step))
 
 
+@pytest.mark.sweep
 def test_both_stacks_of_an_encoder_and_a_decoder_are_traced_once() -> None:
     with counted_copies() as counts:
         once, whole = both(model("bart", 7, "seq2seq"), "full")

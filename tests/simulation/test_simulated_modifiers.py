@@ -146,6 +146,7 @@ def chain() -> Chain:
     return chain_of(StepSimulator(llama(), STEP, A100), Allowed(offload=Offload()))
 
 
+@pytest.mark.sweep
 def test_the_last_layer_does_not_offload(chain: Chain) -> None:
     does = [any(option.offload for option in layer.costs) for layer in chain.layers]
     assert does == [True] * (LAYERS - 1) + [False]
@@ -269,6 +270,7 @@ def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_f
 # --- All of it together. ---
 
 
+@pytest.mark.sweep
 def test_a_long_layer_needs_less_than_fourteen_of_its_inputs() -> None:
     # As wide as a layer of Llama 3.1 8B. Its attention alone needs seven: queries, output and their gradients, and what
     # the kernel adds up in float32 and for each head of the queries.

@@ -45,6 +45,7 @@ def test_tiles_and_head_are_held_to_what_is_stated(tmp_path: Path) -> None:
     assert of(found, "weights").detail.startswith("After 2 steps, relative error up to ")
 
 
+@pytest.mark.sweep
 def test_dropout_inside_tiles_is_held_to_the_bit_against_the_same_tiles(tmp_path: Path) -> None:
     policy = {"policy": "full", "tiles": 2}
     found = report(tmp_path, lora={**small_recipes.LORA, "lora_dropout": 0.1}, checkpointing=policy)

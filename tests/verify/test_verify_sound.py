@@ -99,6 +99,7 @@ def test_qlora_holds(tmp_path: Path) -> None:
     check(found, ALL | OF_ADAPTER)
 
 
+@pytest.mark.sweep
 def test_full_fine_tune_in_bfloat16_holds(tmp_path: Path) -> None:
     found = report(tmp_path, training={"bf16": True}, checkpointing={"policy": "full", "segment_size": "sqrt"})
     check(found, ALL | OF_FULL)
@@ -127,6 +128,7 @@ def test_experts_that_the_trainer_cannot_resume_are_told(tmp_path: Path) -> None
     assert "which has nothing to do with the plan" in details["resume"]
 
 
+@pytest.mark.sweep
 def test_two_kinds_of_layers_hold(tmp_path: Path) -> None:
     rules = [{"layer_type": "full_attention", "mode": "full"}, {"layer_type": "sliding_attention", "mode": "ffn"}]
     check(report(tmp_path, model={"config": GEMMA3}, checkpointing={"policy": rules}), ALL | OF_FULL)

@@ -216,6 +216,7 @@ def test_tensors_below_the_threshold_are_no_silent_success(case: zoo.Case) -> No
 # --- What is left behind. ---
 
 
+@pytest.mark.sweep
 def test_a_hundred_steps_use_the_same_buffers() -> None:
     case = plain_models.case()
     with hf_ckpt.apply(case.model, "full", layers="blocks", offload=TO_HOST) as applied:
