@@ -47,6 +47,7 @@ def failures(folder: Path, text: str) -> list[str]:
     return report(folder, text).failures
 
 
+@pytest.mark.sweep(keep=1000)
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_figures_of_document_are_in_its_results(path: Path) -> None:
     assert "\n".join(check(path).failures) == ""

@@ -55,7 +55,9 @@ def test_every_byte_of_a_peak_is_told(result: dict[str, Any]) -> None:
         assert ours["host_bytes"] >= 31 * ours["length"] * 4096 * 2
     ledger = result["ledger"]
     at_24 = budget(result, 24)["hf_ckpt"]
-    assert (ledger["length"], ledger["peak_bytes"]) == (at_24["length"], at_24["peak_bytes"])
+    assert ledger["length"] == at_24["length"]
+    # Tensors, in blocks that are at most 1 MiB larger each.
+    assert ledger["peak_bytes"] <= at_24["peak_bytes"] < ledger["peak_bytes"] + len(ledger["storages"]) * 2**20
     assert sum(item["num_bytes"] for item in ledger["storages"]) == ledger["peak_bytes"]
 
 
