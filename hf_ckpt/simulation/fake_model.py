@@ -267,8 +267,9 @@ class _Rebinding:
     def run(self) -> None:
         """Replace functions wherever the copy holds them: in modules, other objects, and containers of these."""
         for key, made in list(self._memo.items()):
-            # Under its own address the memo keeps the originals alive.
-            if key == id(self._memo) or isinstance(made, Tensor | type | types.FunctionType):
+            # Under its own address the memo keeps the originals alive. Attributes of a method are its function's, which
+            # is not copied.
+            if key == id(self._memo) or isinstance(made, Tensor | type | types.FunctionType | types.MethodType):
                 continue
             self._rebind_items(made)
             if isinstance(held := getattr(made, "__dict__", None), dict):

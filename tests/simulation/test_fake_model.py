@@ -85,3 +85,16 @@ def test_copy_without_autocast_keeps_the_forward_that_another_library_put_on_the
     assert copied.forward.__self__ is copied
     assert not hasattr(copied, "_original_forward")
     assert copied(torch.empty(2, 4, device="meta")).dtype is torch.float32
+
+
+def test_a_copy_leaves_the_functions_of_methods_that_a_model_holds_as_they_are() -> None:
+    def plain(self: Model, hidden: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return hidden * factor
+
+    decorated = functools.wraps(plain)(lambda self, hidden: plain(self, hidden))
+    model = Model()
+    # As PEFT keeps a method of the model in it, whose function is the class's.
+    model.inner.kept = types.MethodType(decorated, model)  # type: ignore[assignment]
+    before = dict(vars(decorated))
+    fake_copy(model)
+    assert vars(decorated) == before
