@@ -20,10 +20,26 @@ def no_cycles_collected() -> Iterator[None]:
             gc.enable()
 
 
+def hold_off_for_good() -> None:
+    """Hold the collector off until the process ends, which uses all that it makes: a command that predicts."""
+    gc.disable()
+    _IS_HELD_OFF.append(True)
+    # Else nanobind, at exit, takes what is frozen for leaked.
+    atexit.register(gc.unfreeze)
+
+
+_IS_HELD_OFF: list[bool] = []
+
+
 def count_as_old() -> None:
-    """Make every object old that is there now, in no time: what looks at the new ones then has few to look at."""
+    """Make every object old that is there now, in no time: what looks at the new ones then has few to look at.
+
+    Where the collector is held off for good, who looks for what refers to an object finds none of the old ones.
+    """
+    if _IS_HELD_OFF:
+        gc.freeze()
     # What somebody else has frozen stays frozen.
-    if not gc.get_freeze_count():
+    elif not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from hf_ckpt.cli.ui import UI
 from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean
 from hf_ckpt.estimate.tables import wrapped
+from hf_ckpt.garbage_collection import hold_off_for_good
 from hf_ckpt.recipe.optional_packages import EXTRAS, missing_text
 from hf_ckpt.verify.processes import LostProcessError
 
@@ -88,7 +88,7 @@ def run() -> NoReturn:
     if command is None or not command.only_predicts:
         sys.exit(main())
     # What it imports and simulates is in use until it ends: to search that for garbage would take a second in all.
-    gc.disable()
+    hold_off_for_good()
     code = main()
     # Python would go on for a second or two, to take apart what torch and transformers have loaded.
     atexit._run_exitfuncs()
