@@ -45,6 +45,7 @@ from hf_ckpt.regions.execution_state import (
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.upstream.torch import (
+    ALLOWS_NO_HOOKS,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -442,10 +443,15 @@ class Call:
                 given = {place: _aliased(aliases, value) for place, value in given.items()}
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-            if self.has_run and (is_recomputed() or is_in_backward()):
-                returned = self._context.run(self._function, *args, **kwargs)
-            else:
-                returned = self._function(*args, **kwargs)
+            try:
+                if self.has_run and (is_recomputed() or is_in_backward()):
+                    returned = self._context.run(self._function, *args, **kwargs)
+                else:
+                    returned = self._function(*args, **kwargs)
+            except RuntimeError as error:
+                if ALLOWS_NO_HOOKS in str(error):
+                    self._refuse_torch_func(error)
+                raise
         if not self.has_run:
             self.has_run = True
             self._arguments = {**self._arguments, **self._dicts}
@@ -468,6 +474,13 @@ class Call:
             self.state.add_error(differ, self.refuse_written)
         elif differ:
             self.refuse_written()
+
+    def _refuse_torch_func(self, error: RuntimeError) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.state.path or f'{self._function!r:.120}'} calls torch.func (grad, vjp, jacrev or hessian) in its "
+            "forward. torch refuses that where tensors that autograd saves are looked at, as recomputing does (its own "
+            "checkpointing too). Use torch.autograd.grad there, or leave it out of the policy."
+        ) from error
 
     def refuse_written(self) -> NoReturn:
         """Raise: what the call is given was written to past the versions of tensors."""
