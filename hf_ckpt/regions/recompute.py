@@ -405,7 +405,7 @@ class Call:
         self.made_again: Container[int] = ()
         # Layers hand keys and values on in a dictionary (gemma3n). Each recomputation gets it as it was before the
         # forward, and what it writes there reaches nobody.
-        self._dicts = {place: copy.copy(value) for place, value in rest.items() if isinstance(value, dict | UserDict)}
+        self._dicts = {place: copy.copy(value) for place, value in rest.items() if _is_mapping(value)}
         self._given = GivenState({**rest, **self._dicts} if self._dicts else rest)
         self.has_run = False
         self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
@@ -440,7 +440,9 @@ class Call:
         with nullcontext() if self._in_parts else self.state.as_in_forward(), untransformed(), ConcurrentRun():
             if self.has_run and not self._in_parts:
                 aliases: dict[int, Tensor] = {}
-                given = {place: _aliased(aliases, value) for place, value in given.items()}
+                for place, value in given.items():
+                    if type(value) not in _HOLD_NO_TENSOR:
+                        given[place] = _aliased(aliases, value)
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
             try:
@@ -529,8 +531,16 @@ def _aliased(aliases: dict[int, Tensor], value: Any) -> Any:
 def _needs_gradient(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
-    items = value.values() if isinstance(value, dict | UserDict) else value if isinstance(value, tuple | list) else ()
+    items = value if isinstance(value, tuple | list) else value.values() if _is_mapping(value) else ()
     return any(map(_needs_gradient, items))
+
+
+_HOLD_NO_TENSOR = frozenset({type(None), bool, int, float, str})
+
+
+def _is_mapping(value: Any) -> bool:
+    # `isinstance` asks the class of an abstract one, which is slow.
+    return isinstance(value, dict) or UserDict in type(value).__mro__
 
 
 def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tensor]]:
