@@ -45,6 +45,7 @@ from hf_ckpt.regions.execution_state import (
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.upstream.torch import (
+    ALLOWS_NO_HOOKS,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -404,7 +405,7 @@ class Call:
         self.made_again: Container[int] = ()
         # Layers hand keys and values on in a dictionary (gemma3n). Each recomputation gets it as it was before the
         # forward, and what it writes there reaches nobody.
-        self._dicts = {place: copy.copy(value) for place, value in rest.items() if isinstance(value, dict | UserDict)}
+        self._dicts = {place: copy.copy(value) for place, value in rest.items() if _is_mapping(value)}
         self._given = GivenState({**rest, **self._dicts} if self._dicts else rest)
         self.has_run = False
         self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
@@ -439,13 +440,20 @@ class Call:
         with nullcontext() if self._in_parts else self.state.as_in_forward(), untransformed(), ConcurrentRun():
             if self.has_run and not self._in_parts:
                 aliases: dict[int, Tensor] = {}
-                given = {place: _aliased(aliases, value) for place, value in given.items()}
+                for place, value in given.items():
+                    if type(value) not in _HOLD_NO_TENSOR:
+                        given[place] = _aliased(aliases, value)
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-            if self.has_run and (is_recomputed() or is_in_backward()):
-                returned = self._context.run(self._function, *args, **kwargs)
-            else:
-                returned = self._function(*args, **kwargs)
+            try:
+                if self.has_run and (is_recomputed() or is_in_backward()):
+                    returned = self._context.run(self._function, *args, **kwargs)
+                else:
+                    returned = self._function(*args, **kwargs)
+            except RuntimeError as error:
+                if ALLOWS_NO_HOOKS in str(error):
+                    self._refuse_torch_func(error)
+                raise
         if not self.has_run:
             self.has_run = True
             self._arguments = {**self._arguments, **self._dicts}
@@ -468,6 +476,13 @@ class Call:
             self.state.add_error(differ, self.refuse_written)
         elif differ:
             self.refuse_written()
+
+    def _refuse_torch_func(self, error: RuntimeError) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.state.path or f'{self._function!r:.120}'} calls torch.func (grad, vjp, jacrev or hessian) in its "
+            "forward. torch refuses that where tensors that autograd saves are looked at, as recomputing does (its own "
+            "checkpointing too). Use torch.autograd.grad there, or leave it out of the policy."
+        ) from error
 
     def refuse_written(self) -> NoReturn:
         """Raise: what the call is given was written to past the versions of tensors."""
@@ -516,8 +531,16 @@ def _aliased(aliases: dict[int, Tensor], value: Any) -> Any:
 def _needs_gradient(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
-    items = value.values() if isinstance(value, dict | UserDict) else value if isinstance(value, tuple | list) else ()
+    items = value if isinstance(value, tuple | list) else value.values() if _is_mapping(value) else ()
     return any(map(_needs_gradient, items))
+
+
+_HOLD_NO_TENSOR = frozenset({type(None), bool, int, float, str})
+
+
+def _is_mapping(value: Any) -> bool:
+    # `isinstance` asks the class of an abstract one, which is slow.
+    return isinstance(value, dict) or UserDict in type(value).__mro__
 
 
 def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tensor]]:

@@ -108,6 +108,9 @@ RECOMPUTATION_HOOK = _CHECKPOINT.attribute("_recomputation_hook")
 
 # --- Ways to differentiate. ---
 
+ALLOWS_NO_HOOKS = "don't yet support saved tensor hooks"
+"""In what torch.func raises inside of a checkpoint (torch 2.11 to 2.14)."""
+
 with _feature(
     "Refusing transforms of torch.func and forward-mode derivatives around a region",
     instead="Call a model under a plan outside of them: torch raises from somewhere inside.",

@@ -219,3 +219,29 @@ def test_transforms_in_evaluation_are_those_without_a_plan(policy: str) -> None:
     with apply(case.model, policy):
         got = grad(loss)(values)
     assert all(torch.equal(got[name], x) for name, x in expected.items())
+
+
+class Energy(nn.Module):
+    """A layer that follows a slope that `slope_of` gives it."""
+
+    def __init__(self, slope_of: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._slope_of = slope_of
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self._slope_of(self.linear, hidden)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("full", {}), ("selective", {}), ("full", {"segment_size": 2})],
+    ids=["full", "sel", "segment"],
+)
+def test_torch_func_inside_of_a_region_is_refused_by_name(mode: str, options: dict[str, Any]) -> None:
+    def slope(linear: nn.Module, hidden: Tensor) -> Tensor:
+        return grad(lambda each: linear(each).square().sum())(hidden)
+
+    model = nn.Sequential(Energy(slope), Energy(slope))
+    with hf_ckpt.apply(model, mode, layers="", **options), pytest.raises(UnsupportedError, match="0 calls torch"):
+        model(torch.ones(2, 4)).sum().backward()
