@@ -402,11 +402,15 @@ class _Search:
 
     def _among_fixed(self, planner: ChainPlanner, found: Planned | None) -> Planned | None:
         num_tries = 0
+        # The chain may have taken one for a little too large, and torch may reserve less beyond it.
+        most = min(self._most * (1 + _WRONG_BY), self._likely * (1 + _FAR))
         for choice in self._chains.fixed(planner):
-            # The chain may have taken one for a little too large.
-            may_fit = choice.peak_bytes <= self._most * (1 + _WRONG_BY) and len(set(choice.entries)) > 1
+            may_fit = choice.peak_bytes <= most and len(set(choice.entries)) > 1
             if may_fit and (found is None or choice.seconds < found.memory.time.total * _NEARLY):
-                found = self._faster(found, self._planned(planner.chain, choice))
+                planned = self._planned(planner.chain, choice)
+                found = self._faster(found, planned)
+                if planned.verdict.fit is not Fit.YES:
+                    most = min(most, choice.peak_bytes * (1 - _CLOSE))
                 num_tries += 1
             if num_tries == _MAX_FIXED:
                 break
