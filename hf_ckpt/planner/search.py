@@ -410,7 +410,7 @@ class _Search:
                 planned = self._planned(planner.chain, choice)
                 found = self._faster(found, planned)
                 if planned.verdict.fit is not Fit.YES:
-                    most = min(most, choice.peak_bytes * (1 - _CLOSE))
+                    most = min(most, choice.peak_bytes * (1 - _CLOSE / 3))
                 num_tries += 1
             if num_tries == _MAX_FIXED:
                 break
