@@ -261,9 +261,10 @@ def _memory_of(value: Any, kind: Any, most: int | None = None) -> Any:
 # and a few of the words tell any two states apart that a generator comes to.
 _NUM_WORDS = 16
 _Words = ctypes.c_char * (4 * _NUM_WORDS)
+# Of Python's, where the place comes first.
+_NUM_READ = 4 * (1 + _NUM_WORDS)
 _PYTHON: Any = random._inst  # CPython 3.11 to 3.14
-# The place comes first.
-_PYTHON_WORDS = _memory_of(_PYTHON, random.Random.__base__, 4 * (1 + _NUM_WORDS))
+_PYTHON_WORDS = _memory_of(_PYTHON, random.Random.__base__, _NUM_READ)
 _NUMPY_KEPT = _memory_of(np.random.mtrand._rand, np.random.RandomState)  # numpy 2.0 to 2.5
 
 
@@ -292,7 +293,7 @@ def _numpy_memory() -> object:
 def _shows_draws() -> bool:
     """Whether numbers that are drawn show in memory: other builds of Python or numpy may have it elsewhere."""
     one, other = random.Random(0), np.random.RandomState(0)
-    places = _memory_of(one, random.Random.__base__, 4 * (1 + _NUM_WORDS)), _memory_of(other, np.random.RandomState)
+    places = _memory_of(one, random.Random.__base__, _NUM_READ), _memory_of(other, np.random.RandomState)
     before = [place.raw for place in places]
     one.random()
     other.standard_normal()

@@ -11,7 +11,7 @@ from tests.attack.verdicts import FAULTS, Verdict, outcome_of
 NUM_SEEDS, TOGETHER = 3000, 10
 
 
-@pytest.mark.sweep(keep=6)
+@pytest.mark.sweep(keep=15)
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, TOGETHER))
 def test_late_events_are_exact_or_refused(first: int) -> None:
     outcomes = [outcome_of(Combination.of(seed)) for seed in range(first, first + TOGETHER)]

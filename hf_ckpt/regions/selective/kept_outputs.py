@@ -144,10 +144,8 @@ class KeptOutputs:
             return
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         detach = Tensor.clone if number in self._coverage.copied_calls else Tensor.detach
-        if isinstance(output, Tensor):
-            tensors = [detached := detach(output)]
-        else:
-            tensors = list(nested_tensors_in(detached := tree_map_only(Tensor, detach, output)))
+        detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
+        tensors = _tensors_of(detached)
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         fed = fed_tensors(kind, args)
         sums = bit_sums(tensors, is_whole=self._is_whole)
