@@ -312,15 +312,15 @@ class StepSimulator:
         return self.step, _as_it_runs(plan)
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
-        unlike = set(self._known.unlike)
-        if plan is not None and self.step.is_proven:
-            unlike |= held_to_original(self.stacks, plan, self._known.signatures)
+        unlike, signatures = set(self._known.unlike), self._known.signatures
+        is_proven = plan is not None and self.step.is_proven
+        held = held_to_original(self.stacks, plan, signatures) if is_proven else set[tuple[int, int]]()
         has_segments = any(entry.segment is not None for entry in _entries(plan))
         for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
                 reuse: LayerReuse | None = None
                 try:
-                    reuse = LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
+                    reuse = LayerReuse.choose(self.stacks, plan, signatures, unlike=unlike, held=held, cuts=cuts)
                     return self._trace(plan, reuse=reuse, explains=explains)
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
