@@ -384,7 +384,11 @@ class StepSimulator:
     def _one_rank_tape(self, tape: Tape, reuse: LayerReuse | None = None, plan: Plan | None = None) -> Tape:
         """Return one rank's tape of the whole model's step, made of that of the layers that were traced."""
         step = self.step
-        tape = tape if reuse is None else reuse.expanded(tape)
+        if reuse is not None:
+            tape = reuse.expanded(tape)
+            # What torch reserves depends on the order of the weights: those of layers that are not copied came last.
+            places = {name: place for place, name in enumerate(self._names().values())}
+            tape.before.sort(key=lambda storage: places.get(storage.parameter, len(places)))
         sort_frees(tape)
         engine, is_alone = step.sharding.engine, step.sharding.world_size == 1
         # FSDP and ZeRO keep weights in float32 for one process too.
