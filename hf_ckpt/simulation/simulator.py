@@ -313,8 +313,9 @@ class StepSimulator:
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
         unlike, signatures = set(self._known.unlike), self._known.signatures
-        is_proven = plan is not None and self.step.is_proven
-        held = held_to_original(self.stacks, plan, signatures) if is_proven else set[tuple[int, int]]()
+        held: Collection[tuple[int, int]] = ()
+        if plan is not None and self.step.is_proven:
+            held = held_to_original(self.stacks, plan, signatures)
         has_segments = any(entry.segment is not None for entry in _entries(plan))
         for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
