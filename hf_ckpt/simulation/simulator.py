@@ -165,15 +165,15 @@ class StepSimulator:
     def _simulated(self, plan: Plan | None) -> tuple[StepMemory, int]:
         with no_cycles_collected():
             checked = self._checked(plan)
-            return self._read(self.trace(checked), checked)
+            return self.read(self.trace(checked), checked)
 
     def _checked(self, plan: Plan | None) -> Plan | None:
         """Return a plan as it runs; None for one that does nothing."""
         plan = self._key(plan)[1]
         return None if plan is None else self.plan_of(plan)
 
-    def _read(self, traced: TracedStep, plan: Plan | None) -> tuple[StepMemory, int]:
-        """Return what a traced step needs, and what torch reserves for it."""
+    def read(self, traced: TracedStep, plan: Plan | None) -> tuple[StepMemory, int]:
+        """Return what a traced step needs, and the bytes that torch reserves for it. `plan` is that of the trace."""
         played = play(traced.tape) if self.device.is_cuda else None
         memory = read_tape(
             traced.tape,
@@ -212,7 +212,7 @@ class StepSimulator:
         with no_cycles_collected():
             plan = None if policy is None else self.plan_of(parse(policy))
             traced = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
-            return self._read(traced, plan)[0]
+            return self.read(traced, plan)[0]
 
     def trace(
         self,
