@@ -9,6 +9,7 @@ Compared is what the step takes over what is there before it: weights and optimi
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -170,9 +171,9 @@ def predict(case: Case) -> int:
     return memory.peak_bytes - sum(memory.by_category.get(category, 0) for category in _BEFORE)
 
 
-def measure(name: str) -> int:
+def measure(case: Case) -> int:
     """Train a case in a process of its own, and return by how much its resident memory rose."""
-    command = [sys.executable, __file__, "--train", name]
+    command = [sys.executable, __file__, "--train", json.dumps(asdict(case))]
     environ = {**os.environ, **_GIVES_BACK}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -182,18 +183,18 @@ def measure(name: str) -> int:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what this suite is asked."""
-    parser.add_argument("--train", choices=CASES, help="train this one and print the bytes")
+    parser.add_argument("--train", metavar="CASE", help="train this one, given as JSON, and print the bytes")
     add_out(parser, RESULT)
 
 
 def run(options: Namespace) -> None:
     """Measure all cases and write the result, or train one of them."""
     if options.train:
-        print(train(CASES[options.train]))
+        print(train(Case(**json.loads(options.train))))
         return
     cases = {}
     for name, case in CASES.items():
-        predicted, measured = predict(case), measure(name)
+        predicted, measured = predict(case), measure(case)
         cases[name] = {
             "case": asdict(case),
             "predicted_bytes": predicted,

@@ -36,6 +36,19 @@ _SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16, "num_key_value_heads": 2},
     "gemma3_text": {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": 16},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "deepseek_v3": {
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 8,
+    },
 }
 _GPT2 = {"n_embd": 64, "n_head": 4, "n_positions": LENGTH}
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.core
-
 PACKAGE = Path(__file__).parents[1] / "hf_ckpt"
 
 # The folders and files of the package from the bottom up: each may import those before it, and itself.
@@ -101,6 +99,12 @@ def imported_modules(node: ast.AST, importer: str) -> list[str]:
     return [node.module]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def deferred_nodes(tree: ast.Module) -> set[ast.AST]:
     """Nodes that importing the module does not run: bodies of functions, and what only type checkers read."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -114,7 +118,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 def all_imports() -> Iterator[Import]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         importer, deferred = module_name(path), deferred_nodes(tree)
         for node in ast.walk(tree):
             for module in imported_modules(node, importer):
@@ -147,7 +151,7 @@ def test_no_files_import_each_other() -> None:
     names = {module_name(path) for path in PACKAGE.rglob("*.py")} - {"hf_ckpt"}
     graph: dict[str, set[str]] = {name: set() for name in names}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module and module_name(path) in names:
                 submodules = {f"{node.module}.{alias.name}" for alias in node.names} & names
                 graph[module_name(path)] |= submodules or {node.module} & names
@@ -161,7 +165,7 @@ def loaded_by(names: set[str]) -> set[str]:
     loaded: set[str] = set()
     while names := names & set(paths) - loaded:
         loaded |= names
-        trees = [(name, ast.parse(paths[name].read_text(encoding="utf-8"))) for name in names]
+        trees = [(name, tree_of(paths[name])) for name in names]
         names = {
             found
             for name, tree in trees
@@ -247,6 +251,7 @@ def output_of(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("module", ["hf_ckpt", "hf_ckpt.policy.policy", "hf_ckpt.policy.plan", "hf_ckpt.recipe.recipe"])
 def test_import_has_no_side_effect_and_loads_nothing_heavy(module: str) -> None:
     effects = json.loads(output_of(EFFECTS_OF_IMPORT.format(module=module)))
@@ -255,6 +260,7 @@ def test_import_has_no_side_effect_and_loads_nothing_heavy(module: str) -> None:
     assert heavy.isdisjoint(effects["imported"])
 
 
+@pytest.mark.core
 @pytest.mark.sweep
 def test_importing_every_core_module_touches_no_device() -> None:
     modules = [module_name(path) for path in sorted(PACKAGE.rglob("*.py")) if part_of(module_name(path)) in CORE]

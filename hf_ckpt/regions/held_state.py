@@ -15,7 +15,7 @@ import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
@@ -37,6 +37,7 @@ from hf_ckpt.upstream.deepspeed import ON_MODULES
 from hf_ckpt.upstream.peft import CONSTANT
 from hf_ckpt.upstream.torch import (
     FSDP_MANAGED,
+    FakeTensor,
     NormBase,
     base_of,
     hidden_from_modes,
@@ -188,7 +189,7 @@ class Held:
         self._copies: dict[_Leaf, Any] = {}
         if not shape.leaves:
             return
-        with unobserved(hidden_from_modes):
+        with unobserved(shape.hiding):
             objects = shape.objects()
             for leaf, value in objects.items():
                 if leaf.is_large:
@@ -245,7 +246,7 @@ class Held:
         if changed:
             refuse("tensors that it holds were written to", changed)
         start = {leaf: tensor for leaf, (tensor, _) in self.large.items()}
-        with unobserved(hidden_from_modes):
+        with unobserved(self.shape.hiding):
             return start | _copied({leaf: start[leaf] for leaf in self._unknown} | self._copies)
 
 
@@ -315,6 +316,9 @@ class _Shape:
         self._opened: dict[int, Any] = {}
         self._holders: list[tuple[Any, Any, str]] = []
         self.roots = [self._keep(value, path) for value, path in zip(values, places.paths, strict=True)]
+        # A simulated step counts the copies.
+        is_simulated = any(type(leaf.ref()) is FakeTensor for leaf in self.leaves)
+        self.hiding: Callable[[], AbstractContextManager[Any]] = nullcontext if is_simulated else hidden_from_modes
         self._rich = [number for number, kept in enumerate(self.roots) if type(kept) in (_Leaf, _Frozen)]
         plain = [each for each in self._holders if not _has_rich(each[1])]
         self._rich_holders = [each for each in self._holders if _has_rich(each[1])]

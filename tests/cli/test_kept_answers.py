@@ -21,7 +21,7 @@ from hf_ckpt import Plan
 from hf_ckpt.cli import answer_cache
 from hf_ckpt.cli.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 ROOT = Path(__file__).parents[2]
 ASKED = ("recipes/tiny_llama_base.yaml", "model.config.num_hidden_layers=2", "--device", "rtx4090")

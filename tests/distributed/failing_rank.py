@@ -244,13 +244,14 @@ def serve() -> tuple[str, int] | None:
     # accelerate imports DeepSpeed with the first Trainer, in each process were it not here already. It would tell on
     # standard output that it finds no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    for name in ("deepspeed", "tests.trl_trainers"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("deepspeed")
     # A child that searches all this for garbage, as the Trainer does, would copy it.
     gc.freeze()
     for line in sys.stdin:
         fault, victim, folder = json.loads(line)
+        if fault.endswith("Trainer"):
+            importlib.import_module("tests.trl_trainers")
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         children = []

@@ -142,6 +142,7 @@ def test_predicted_peak_is_that_of_the_step_that_ran(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZERO_RUNS)
+@pytest.mark.two("of four processes up to 2 % more is predicted than they hold")
 def test_predicted_peak_is_that_of_zeros_fullest_rank(name: str) -> None:
     pytest.importorskip("deepspeed")
     with deepspeed_on_a_cpu():

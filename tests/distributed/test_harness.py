@@ -28,6 +28,7 @@ def test_both_count_again():
 """
 
 
+@pytest.mark.sweep
 def test_failure_of_one_rank_is_told_by_rank_0_and_fails_the_launch(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text(BROKEN)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

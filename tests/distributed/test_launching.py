@@ -117,6 +117,7 @@ def test_wrong_recipe_is_told_once_and_ends_all(recipe: Path) -> None:
 
 # One launcher of two processes does the same and less: here each machine has its own.
 @pytest.mark.distributed
+@pytest.mark.sweep
 def test_two_machines_run_one_recipe(recipe: Path, tmp_path: Path) -> None:
     port = free_port()
     shared = ("--config_file", config("ddp_2x8gpu"), "--num_processes", "2", "--main_process_ip", "127.0.0.1")

@@ -102,7 +102,7 @@ def by_fsdp1(model: nn.Module) -> nn.Module:
 
 
 def by_fsdp2(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in (*model.model.layers, model.lm_head, model):
         fully_shard(unit, mesh=mesh)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,10 +50,16 @@ def test_plan_is_for_the_processes_that_were_launched(monkeypatch: pytest.Monkey
 
 
 def test_without_a_gpu_it_is_for_the_smallest_card_that_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(predictor: recipe_plan.Predictor, capacity: Capacity) -> SimpleNamespace:
+        if capacity.num_bytes < 70 << 20:
+            raise BudgetError("It is too small.")
+        return SimpleNamespace(plan=predictor.subject.resolve("full"))
+
+    monkeypatch.setattr(recipe_plan.Predictor, "planned", planned)
     cards = [replace(find_device("rtx4090"), title=title, memory_bytes=gib << 30) for title, gib in CARDS.items()]
     monkeypatch.setattr(recipe_plan, "devices_for", lambda *_: tuple(cards))
     monkeypatch.setattr(recipe_plan, "capacity_of_subject", lambda _, device: Capacity(device.memory_bytes >> 10))
-    _, notes = with_auto_plan(recipe_with("checkpointing.memory_budget=null", *SMALL))
+    _, notes = with_auto_plan(recipe_with("checkpointing.memory_budget=null"))
     assert notes == ["policy auto: the plan for 70.0 MiB of larger card"]
 
 

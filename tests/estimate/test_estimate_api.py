@@ -131,6 +131,7 @@ def test_where_weights_have_no_room_it_is_said_and_no_plan_is_searched_for(tmp_p
     assert "Lowest predicted peak is" in row.refusal
 
 
+@pytest.mark.sweep
 def test_of_an_own_budget_below_the_weights_the_least_is_searched_for(tmp_path: Path) -> None:
     subject = small_subject(tmp_path, "checkpointing.policy=auto", "checkpointing.memory_budget=10KiB")
     row, *_ = estimate(subject, [CARD], silent, ["none"]).rows

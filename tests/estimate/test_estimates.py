@@ -18,6 +18,7 @@ from hf_ckpt.estimate.estimate import (
     Estimate,
     estimate,
     growing,
+    judged,
     num_estimate_rows,
 )
 from hf_ckpt.estimate.predict import Predictor, devices_for
@@ -129,12 +130,16 @@ def test_expandable_segments_are_advised_only_where_a_step_fits_with_them(
     held = {False: 30 * MIB, True: 25 * MIB}
     monkeypatch.setattr(StepSimulator, "reserved_bytes", lambda _, plan, *, expands=False: held[expands])
     subject = small_subject(tmp_path)
-    for free, expected in ((24 * MIB, None), (25 * MIB, 25 * MIB), (29 * MIB, 25 * MIB)):
-        row, *_ = estimate(subject, [card(free)], silent, ["none"]).rows
-        assert row.verdicts["small"].fit is Fit.PERHAPS
-        assert row.cached["small"].expandable_bytes == expected
-    row, *_ = estimate(subject, [card(30 * MIB)], silent, ["none"]).rows
-    assert (row.verdicts["small"].fit, row.cached) == (Fit.YES, {})
+    for free, fit, expected in (
+        (24 * MIB, Fit.PERHAPS, None),
+        (25 * MIB, Fit.PERHAPS, 25 * MIB),
+        (29 * MIB, Fit.PERHAPS, 25 * MIB),
+        (30 * MIB, Fit.YES, None),
+    ):
+        small = card(free)
+        row = judged(Predictor(subject, small), RECIPE, subject.plan, [small], decides=True)
+        assert row.verdicts["small"].fit is fit
+        assert [cached.expandable_bytes for cached in row.cached.values()] == [expected] * (fit is Fit.PERHAPS)
 
 
 def test_recipes_own_plan_decides(found: Estimate) -> None:

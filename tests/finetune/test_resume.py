@@ -33,7 +33,7 @@ def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 def adapter_recipe(folder: Path) -> Path:
     """A recipe with an adapter, dropout, accumulation and evaluation on the way."""
     folder.mkdir()
-    steps = {"max_steps": 32, "save_strategy": "steps", "save_steps": 16, "eval_strategy": "steps", "eval_steps": 6}
+    steps = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 4}
     return small_recipes.write(
         folder,
         model=small_recipes.on_weights(twins.model(LLAMA)),
@@ -66,13 +66,13 @@ def kill_at_step(recipe: Path, step: int) -> None:
 def test_killed_run_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(adapter_recipe(tmp_path / "whole"))]) == 0
     recipe = adapter_recipe(tmp_path / "killed")
-    kill_at_step(recipe, 18)
+    kill_at_step(recipe, 8)
     killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
-    assert [path.name for path in killed.glob("checkpoint-*")] == ["checkpoint-16"]
+    assert [path.name for path in killed.glob("checkpoint-*")] == ["checkpoint-6"]
     assert not (killed / "adapter_model.safetensors").exists()
     # What a kill while a checkpoint was written would leave: its state comes last.
-    for name, state in (("checkpoint-17", None), ("checkpoint-18", '{"global_step": 18')):
-        shutil.copytree(killed / "checkpoint-16", killed / name)
+    for name, state in (("checkpoint-7", None), ("checkpoint-8", '{"global_step": 8')):
+        shutil.copytree(killed / "checkpoint-6", killed / name)
         (killed / name / "trainer_state.json").unlink()
         if state is not None:
             (killed / name / "trainer_state.json").write_text(state)
@@ -80,9 +80,9 @@ def test_killed_run_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.Capt
 
     assert main([str(recipe), "--resume"]) == 0
 
-    assert f"Going on from {killed / 'checkpoint-16'}." in capsys.readouterr().out
-    assert history(killed / "checkpoint-32") == history(whole / "checkpoint-32")
-    assert [entry["step"] for entry in history(killed / "checkpoint-32") if "loss" in entry] == list(range(1, 33))
+    assert f"Going on from {killed / 'checkpoint-6'}." in capsys.readouterr().out
+    assert history(killed / "checkpoint-12") == history(whole / "checkpoint-12")
+    assert [entry["step"] for entry in history(killed / "checkpoint-12") if "loss" in entry] == list(range(1, 13))
     assert_same_weights(killed / "adapter_model.safetensors", whole / "adapter_model.safetensors")
 
 

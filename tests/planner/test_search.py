@@ -44,7 +44,7 @@ def chain() -> Chain:
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, object]:
-    return sweep(TINY, 4, silent)
+    return sweep(TINY, 3, silent)
 
 
 @pytest.mark.sweep

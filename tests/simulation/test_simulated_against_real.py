@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from hf_ckpt.measure.track_real_step import follow_trainer
+from hf_ckpt.regions import held_state
 from hf_ckpt.simulation.step_memory import Phase, StepMemory
 from tests.following import LENGTH, Run, differences
 
@@ -88,6 +90,17 @@ def test_simulated_peak_and_categories_are_those_of_the_step_that_ran(name: str,
     assert simulated.host_bytes == followed.host_bytes
     assert (followed.host_bytes > 0) == ("offload" in run.options)
     assert simulated.tokens == followed.tokens == run.batch_size * LENGTH * run.accumulation
+
+
+def test_copies_of_what_layers_hold_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(model_type="deepseek_v3", policy="full", layers=2, more={"optim": "sgd", "max_grad_norm": 0.0})
+    simulated = run.simulated()
+    # The tracker sees what a real step hides from modes.
+    monkeypatch.setattr(held_state, "hidden_from_modes", nullcontext)
+    followed = run.followed(tmp_path)
+    # Each router holds 256 bytes: a copy for each layer, and one for the recomputation.
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION):
+        assert 0 <= followed.peak_of(phase) - simulated.peak_of(phase) <= 4
 
 
 def where(memory: StepMemory) -> tuple[Phase, int | None, str]:

@@ -209,6 +209,7 @@ def test_a_gap_hides_the_copy_that_one_layer_does_not(chain: Chain) -> None:
     assert alone - apart == pytest.approx(0.5 * forward, rel=0.3)
 
 
+@pytest.mark.sweep
 def test_plans_for_one_budget_after_the_other_are_those_for_each_by_itself(chain: Chain) -> None:
     built, allowed = llama(), Allowed(offload=Offload(), tiles=False, head=False)
     plans = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain)

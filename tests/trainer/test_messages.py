@@ -18,8 +18,6 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.units import format_bytes
 from tests.training import llama, trainer
 
-pytestmark = pytest.mark.core
-
 AUTO: dict[str, Any] = {"policy": "auto", "memory_budget": "1GiB"}
 
 
@@ -54,6 +52,7 @@ def test_a_plain_script_shows_plan_prediction_and_measurement(tmp_path: Path) ->
     assert "hf_ckpt" not in done.stdout
 
 
+@pytest.mark.core
 def test_what_is_shown_is_found_below_a_bar_that_was_never_closed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +61,7 @@ def test_what_is_shown_is_found_below_a_bar_that_was_never_closed(
         assert len(shown(capsys)) == 2
 
 
+@pytest.mark.core
 def test_a_fixed_policy_shows_its_plan_and_the_measured_peak(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +74,7 @@ def test_a_fixed_policy_shows_its_plan_and_the_measured_peak(
     assert "Activation checkpointing is in force.\nmodel.layers: 4 layers" in caplog.text
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "arguments", "verbosity"),
     [
@@ -99,6 +100,7 @@ def test_nothing_is_shown_where_it_is_switched_off(
     assert shown(capsys) == []
 
 
+@pytest.mark.core
 def test_a_search_for_hyperparameters_shows_its_first_trial_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,6 @@ import pytest
 from hf_ckpt import upstream
 from hf_ckpt.errors import UnsupportedError
 
-pytestmark = pytest.mark.core
-
 PACKAGE = Path(upstream.__file__).parents[1]
 DOOR = PACKAGE / "upstream"
 LIBRARIES = {*upstream.LIBRARIES, "liger_kernel", "datasets", "safetensors", "tokenizers"}
@@ -47,11 +45,12 @@ def trees() -> dict[str, ast.Module]:
     }
 
 
-def outside() -> Iterator[tuple[str, ast.AST]]:
-    """Yield the nodes of all files but those of names, each with its file."""
-    for path, tree in trees().items():
-        if Path(path).parts[0] != DOOR.name:
-            yield from ((path, node) for node in ast.walk(tree))
+@cache
+def outside() -> list[tuple[str, ast.AST]]:
+    """Return the nodes of all files but those of names, each with its file."""
+    return [
+        (path, node) for path, tree in trees().items() if Path(path).parts[0] != DOOR.name for node in ast.walk(tree)
+    ]
 
 
 @cache
@@ -65,12 +64,13 @@ def own_names() -> frozenset[str]:
         for _, node in outside()
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) in ("self", "cls")
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
     }
     slots = (
         node.value
         for _, node in outside()
-        if isinstance(node, ast.Assign) and "__slots__" in ast.unparse(node.targets[0])
+        if isinstance(node, ast.Assign) and "__slots__" in map(ast.unparse, node.targets)
     )
     return frozenset(
         found | {each.value for slot in slots for each in ast.walk(slot) if isinstance(each, ast.Constant)}
@@ -178,6 +178,7 @@ def take_away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         process.stdin.close()
 
 
+@pytest.mark.core
 def test_nothing_is_missing_here(take_away: Callable[[str, str], dict[str, Any]]) -> None:
     whole = take_away("torch", "")
     assert set(whole["outcomes"].values()) == {"exact"}
@@ -185,7 +186,8 @@ def test_nothing_is_missing_here(take_away: Callable[[str, str], dict[str, Any]]
     assert whole["logged"] == []
 
 
-@pytest.mark.sweep(keep=3)
+@pytest.mark.core
+@pytest.mark.sweep(keep=2)
 @pytest.mark.parametrize(("library", "name"), TAKEN, ids=[" ".join(each) for each in TAKEN])
 def test_a_name_that_is_gone_takes_one_feature_with_it(
     library: str, name: str, take_away: Callable[[str, str], dict[str, Any]]
@@ -207,6 +209,7 @@ def test_a_name_that_is_gone_takes_one_feature_with_it(
 # --- The blocks. ---
 
 
+@pytest.mark.core
 def test_a_block_ends_where_a_name_is_gone_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "_FEATURES", [])
     with upstream.Feature("Flying", seen="torch 2.11", instead="Walk.") as feature:
@@ -218,6 +221,7 @@ def test_a_block_ends_where_a_name_is_gone_and_says_so(monkeypatch: pytest.Monke
     assert list(feature.names_gone()) == ["torch._no_such_name"]
 
 
+@pytest.mark.core
 def test_what_reads_an_object_names_the_attribute_that_is_gone() -> None:
     feature = upstream.Feature("Flying", seen="torch 2.11", instead="Walk.")
     try:
