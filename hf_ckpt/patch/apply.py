@@ -21,6 +21,7 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
+from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
 from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
@@ -152,8 +153,7 @@ class Applied:
         try:
             new = put()
         except BaseException:
-            for undo in undos:
-                undo()
+            run_all(undos)
             raise
         for undo in undos:
             new.on_remove(undo)
@@ -176,9 +176,9 @@ class Applied:
 
     def remove(self) -> None:
         """Put the model back as it was found. A second call does nothing."""
-        for patch in reversed(self._patches):
-            patch.remove()
+        patches = self._patches[::-1]
         self._patches.clear()
+        run_all(patch.remove for patch in patches)
 
     def __enter__(self) -> Self:
         return self
@@ -261,8 +261,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         patches[0].hooks.extend(skip_in_training_forwards(model, check))
         patches[0].cache_check = check
     except BaseException:
-        for patch in reversed(patches):
-            patch.remove()
+        run_all(patch.remove for patch in reversed(patches))
         raise
     return Applied(plan, stacks, list(patches), proof)
 
@@ -339,8 +338,7 @@ def remove(model: nn.Module) -> bool:
         Whether there was a plan.
     """
     patches = _patches(model)
-    for patch in patches:
-        patch.remove()
+    run_all(patch.remove for patch in patches)
     return bool(patches)
 
 

@@ -15,12 +15,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+from hf_ckpt.patch.instance_methods import set_method, take_off
 
 _SAVE, _TRAIN = "save_pretrained", "train"
 
@@ -134,10 +136,8 @@ def _before_forward(removal: Removal, model: nn.Module, args: Any) -> None:
 
 
 def _place(name: str, module: nn.Module, removal: Removal) -> Callable[[], None]:
-    """Set an instance method that tries the removal first, and return what puts back what was there."""
-    found = module.__dict__.get(name)
-    setattr(module, name, update_wrapper(partial(_try_first, removal, module, name, found), getattr(module, name)))
-    return partial(_put_back, module, name, found)
+    """Set an instance method that tries the removal first, and return what takes it off."""
+    return partial(take_off, module, name, set_method(module, name, partial(_try_first, removal, module, name)))
 
 
 def _try_first(
@@ -145,14 +145,3 @@ def _try_first(
 ) -> Any:
     removal.run_if_over(module)
     return getattr(type(module), name)(module, *args, **kwargs) if found is None else found(*args, **kwargs)
-
-
-def _put_back(module: nn.Module, name: str, found: Callable[..., Any] | None) -> None:
-    current = module.__dict__.get(name)
-    if not isinstance(current, partial) or current.func is not _try_first:
-        # Whoever put another one over ours knows what to put back.
-        return
-    if found is None:
-        del module.__dict__[name]
-    else:
-        setattr(module, name, found)
