@@ -52,6 +52,7 @@ from hf_ckpt.simulation.optimizers import innermost_optimizer
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.structure.layers import find_layers, is_sharded
+from hf_ckpt.structure.stored import ByModel
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
 
@@ -91,11 +92,11 @@ class Auto:
         self._allowed = allowed
         self._is_proven = is_proven
         self.fallback = None if fallback is None else Policy.parse(fallback)
-        self._before_sharding: nn.Module | None = None
+        self._before_sharding = ByModel[nn.Module]()
 
     def keep_shape(self, model: nn.Module) -> None:
         """Keep the shape of a model before an engine shards it."""
-        self._before_sharding = meta_copy(model)
+        self._before_sharding.note(model, meta_copy(model))
 
     def begin_or_fall_back(self, *given: Any, **further: Any) -> RunPlanner | None:
         """Return what `begin` returns, or None where a run is refused and there is a fallback.
@@ -218,7 +219,7 @@ class Auto:
     def _shape_of(self, model: nn.Module) -> nn.Module:
         is_whole = not is_sharded(model) and not deepspeed.is_sharded(model)
         # As it is now, adapters and frozen weights included; accelerate's part of it is taken off.
-        shape = meta_copy(model) if is_whole else self._before_sharding
+        shape = meta_copy(model) if is_whole else self._before_sharding.of(model)
         if shape is None:
             raise UnsupportedError(
                 'Policy "auto" simulates the model as it was before it is sharded, and this callback came to the '

@@ -86,16 +86,28 @@ def running_trainer() -> Any:
     return None if frame is None else _trainer_of(frame)
 
 
-def _innermost() -> FrameType | None:
+def trainer_being_built() -> Any:
+    """Return the Trainer whose `__init__` is the innermost one in this thread; None outside of one."""
+    frame = _innermost("__init__")
+    return None if frame is None else _trainer_of(frame, "__init__")
+
+
+def train_arguments() -> dict[str, Any]:
+    """Return what that `train()` was given, by name, and what else it has found by now; empty outside of one."""
+    frame = _innermost()
+    return {} if frame is None else dict(frame.f_locals)
+
+
+def _innermost(method: str = _TRAIN) -> FrameType | None:
     frame: FrameType | None = sys._getframe()
-    while frame is not None and _trainer_of(frame) is None:
+    while frame is not None and _trainer_of(frame, method) is None:
         frame = frame.f_back
     return frame
 
 
-def _trainer_of(frame: FrameType) -> object | None:
-    """Return the Trainer whose `train()` a frame is; None if it is something else."""
-    if frame.f_code.co_name != "train":
+def _trainer_of(frame: FrameType, method: str = _TRAIN) -> object | None:
+    """Return the Trainer whose method a frame is; None if it is something else."""
+    if frame.f_code.co_name != method:
         return None
     trainer = frame.f_locals.get("self")
     # No test for transformers' class: importing it takes seconds, and other trainers have callbacks too.

@@ -163,6 +163,16 @@ def save_rng_state(trainer: Any) -> Any:
     return trainer._save_rng_state
 
 
+_FOLDERS = _feature(
+    "Checkpoints of the trials of a search",
+    instead="They are looked for in output_dir itself.",
+    of="transformers.trainer",
+)
+OUTPUT_FOLDER = _FOLDERS.attribute("_get_output_dir")
+"""The Trainer's method that gives the folder of a trial."""
+SAVE_MODEL = "save_model"
+"""The Trainer's method for checkpoints (`_internal_call`) and for users."""
+
 _ZERO3 = _feature(
     "Making a model on one process under ZeRO-3",
     instead="Use ZeRO-2, FSDP or DDP.",

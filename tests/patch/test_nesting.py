@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import random
 from collections.abc import Callable
 from types import MethodType
@@ -31,7 +33,7 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-class Callable_:
+class ForwardObject:
     """A forward as an object: it lets itself neither be watched nor compared."""
 
     __slots__ = ("function",)
@@ -72,7 +74,7 @@ def by_method(module: nn.Module) -> Callable[[], None]:
 
 
 def by_object(module: nn.Module) -> Callable[[], None]:
-    return put(module, Callable_(module.forward))
+    return put(module, ForwardObject(module.forward))
 
 
 def by_class(module: nn.Module) -> Callable[[], None]:
@@ -87,7 +89,12 @@ def by_hooks(module: nn.Module) -> Callable[[], None]:
         module.register_forward_pre_hook(lambda *_: None),
         module.register_forward_hook(lambda *_: None, prepend=True),
     ]
-    return lambda: [handle.remove() for handle in handles][0]
+
+    def unwrap() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return unwrap
 
 
 def by_accelerate(module: nn.Module) -> Callable[[], None]:
@@ -122,42 +129,141 @@ def runs_of(case: zoo.Case) -> int:
     return len(counted)
 
 
+class Nesting:
+    """A model on which plans and wrappers come and go; those of one library in the order of a stack."""
+
+    def __init__(self, wrap: Callable[[nn.Module], Callable[[], None]], seed: int) -> None:
+        self.case = exactness.build("llama")
+        self.expected = exactness.step(self.case)
+        self._wrap = wrap
+        self._drawn = random.Random(seed)
+        self._wrapped: dict[nn.Module, list[Callable[[], None]]] = {module: [] for module in places(self.case.model)}
+        self._applied: AppliedInLoop | None = None
+
+    def act(self) -> None:
+        """Do one thing, drawn by chance."""
+        self._drawn.choice([self._change_plan, self._wrap_one, self._unwrap_one, self._step])()
+
+    def _change_plan(self) -> None:
+        if self._applied is None:
+            self._applied = hf_ckpt.apply(self.case.model, **self._drawn.choice(POLICIES))
+        else:
+            self._applied.remove()
+            self._applied = None
+
+    def _wrap_one(self) -> None:
+        module = self._drawn.choice(list(self._wrapped))
+        if len(self._wrapped[module]) < (1 if self._wrap is by_accelerate else 3):
+            self._wrapped[module].append(self._wrap(module))
+
+    def _unwrap_one(self) -> None:
+        wrapped = self._drawn.choice(list(self._wrapped.values()))
+        if wrapped:
+            wrapped.pop()()
+
+    def _step(self) -> None:
+        try:
+            torch.testing.assert_close(exactness.step(self.case)[0], self.expected[0])
+        except PlanMismatchError:
+            # What was put in the place of a region's forward is told.
+            assert self._applied is not None
+
+    def end(self) -> None:
+        """Take off what is left."""
+        if self._applied is not None:
+            self._applied.remove()
+        for wrapped in self._wrapped.values():
+            while wrapped:
+                wrapped.pop()()
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("wrap", LIBRARIES)
-@pytest.mark.sweep(keep=14)
-def test_nothing_is_left_of_plans_and_wrappers_in_any_order(wrap: Callable[..., Any], seed: int) -> None:
-    case = exactness.build("llama")
-    expected, found = exactness.step(case), traces.snapshot(case.model)
-    drawn = random.Random(seed)
-    wrapped: dict[nn.Module, list[Callable[[], None]]] = {module: [] for module in places(case.model)}
-    most = 1 if wrap is by_accelerate else 3
-    applied: AppliedInLoop | None = None
+@pytest.mark.sweep(keep=8)
+def test_nothing_is_left_of_plans_and_wrappers_in_any_order(
+    wrap: Callable[[nn.Module], Callable[[], None]], seed: int
+) -> None:
+    nesting = Nesting(wrap, seed)
+    case = nesting.case
+    found = traces.snapshot(case.model)
     for _ in range(NUM_OPERATIONS):
-        module = drawn.choice(list(wrapped))
-        match drawn.choice(["plan", "wrap", "unwrap", "step"]):
-            case "plan" if applied is None:
-                applied = hf_ckpt.apply(case.model, **drawn.choice(POLICIES))
-            case "plan":
-                applied.remove()
-                applied = None
-            case "wrap" if len(wrapped[module]) < most:
-                wrapped[module].append(wrap(module))
-            case "unwrap" if wrapped[module]:
-                wrapped[module].pop()()
-            case "step":
-                try:
-                    torch.testing.assert_close(exactness.step(case)[0], expected[0])
-                except PlanMismatchError:
-                    # What was put in the place of a region's forward is told.
-                    assert applied is not None
-    if applied is not None:
-        applied.remove()
-    for unwraps in wrapped.values():
-        while unwraps:
-            unwraps.pop()()
+        nesting.act()
+    nesting.end()
     if wrap is by_object:
         # It shows nobody when it goes: what it has put back goes when it is called.
         exactness.step(case)
     assert traces.differences(found, traces.snapshot(case.model)) == []
     assert runs_of(case) == 1
+    assert exactness.differences(nesting.expected, exactness.step(case)) == []
+
+
+# --- Single orders. ---
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.sweep(keep=3)
+def test_what_was_kept_of_a_plan_is_dead(policy: dict[str, Any]) -> None:
+    case = exactness.build("llama")
+    expected = exactness.step(case)
+    names = ("forward", "_gradient_checkpointing_func", "gradient_checkpointing")
+    with hf_ckpt.apply(case.model, **policy):
+        exactness.step(case)
+        kept = {
+            module: {name: vars(module)[name] for name in names if name in vars(module)}
+            for module in case.model.modules()
+        }
+    for module, attributes in kept.items():
+        vars(module).update(attributes)
+    assert runs_of(case) == 1
     assert exactness.differences(expected, exactness.step(case)) == []
+    assert not any("forward" in vars(module) for module in case.model.modules())
+
+
+def test_a_copy_of_what_was_kept_is_dead_too() -> None:
+    case = exactness.build("llama")
+    applied = hf_ckpt.apply(case.model, "ffn")
+    mlp = case.model.get_submodule("model.layers.1.mlp")
+    unwrap = by_partial(mlp)
+    applied.remove()
+    for other in (copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))):
+        # The wrapper of the copy calls the copy's forward.
+        assert runs_of(zoo.Case("llama", other, case.inputs)) == 1
+    unwrap()
+    assert "forward" not in vars(mlp)
+
+
+# --- Undos that fail. ---
+
+
+def failing(text: str) -> Callable[[], None]:
+    def fail() -> None:
+        raise RuntimeError(text)
+
+    return fail
+
+
+@pytest.mark.parametrize("by_handle", [True, False])
+def test_every_undo_runs_though_one_fails(by_handle: bool) -> None:
+    case = exactness.build("llama")
+    found = traces.snapshot(case.model)
+    applied = hf_ckpt.apply(case.model, "full", segment_size=2)
+    ran: list[int] = []
+    for undo in (failing("one"), lambda: ran.append(1)):
+        applied.on_remove(undo)
+    with pytest.raises(RuntimeError, match=r"^one$"):
+        applied.remove() if by_handle else hf_ckpt.remove(case.model)
+    assert ran == [1]
+    assert traces.differences(found, traces.snapshot(case.model)) == []
+    applied.remove()
+    assert not hf_ckpt.remove(case.model)
+
+
+def test_all_undos_that_fail_are_told_of() -> None:
+    applied = hf_ckpt.apply(exactness.build("llama").model, "ffn")
+    for text in ("one", "two"):
+        applied.on_remove(failing(text))
+    with pytest.raises(
+        ExceptionGroup, match=r"2 undos of a plan failed.*RuntimeError: one; RuntimeError: two"
+    ) as raised:
+        applied.remove()
+    assert list(map(str, raised.value.exceptions)) == ["one", "two"]
