@@ -207,6 +207,8 @@ class Auto:
             check_again=None if trainer is None else NewModels(trainer, model, args.device, coverage, loss).check,
             model_state=now,
             simulate_anew=simulating_anew,
+            # Of several processes all would have to begin again.
+            tries_fewer_rows=args.auto_find_batch_size and store.num_processes() == 1 and num_rows > 1,
         )
         planning.input_gradients = is_on
         planning.start_all(batches)

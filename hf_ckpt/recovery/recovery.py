@@ -270,7 +270,10 @@ def begin(
     """
     why = why_not(trainer, args, planning)
     if why is not None and args.process_index == 0:
-        logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
+        then = "Running out of memory ends the run."
+        if args.auto_find_batch_size:
+            then = "Where memory runs out, the Trainer begins again at its first step, with fewer rows."
+        logger.info('on_oom="escalate" is not in force here: %s. %s', why, then)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
     if why is None or (ends_others and not args.auto_find_batch_size):
         return Recovery(trainer, run, announce, planning, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
