@@ -56,7 +56,7 @@ from hf_ckpt.structure.layers import (
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
-from hf_ckpt.upstream.transformers import FLAG
+from hf_ckpt.upstream.transformers import FLAG, OTHER_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -454,9 +454,14 @@ def _switch_off_others(model: nn.Module, patches: list[StackPatch]) -> None:
     """Hold every other seam off: one plan governs, also when a library switches all seams on later."""
     ours = {module for patch in patches for module in patch.seams()}
     for raw_path, module in model.named_modules():
-        if stored(module, FLAG) is not None and module not in ours and unwrapped(module) is module:
+        if unwrapped(module) is not module:
+            continue
+        found = [FLAG] if stored(module, FLAG) is not None and module not in ours else []
+        # By other names only what is a flag of the instance.
+        found += [name for name in OTHER_FLAGS if isinstance(vars(module).get(name), bool)]
+        for name in found:
             path = clean_path(model, raw_path)
-            _patch_around(path, patches).set(path, module, FLAG, False)
+            _patch_around(path, patches).set(path, module, name, False)
 
 
 def _patch_around(path: str, patches: list[StackPatch]) -> StackPatch:

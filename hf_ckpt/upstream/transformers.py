@@ -22,6 +22,9 @@ _feature = partial(Feature, seen="transformers 5.0 to 5.24")
 
 FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
+OTHER_FLAGS = ("grad_checkpointing", "use_gradient_checkpointing", "use_checkpoint", "with_cp")
+"""What modules that have no such seam call theirs: timm and open_clip, DiffSynth, Swin and MONAI, mmcv. diffusers has
+transformers' flag, on the modules around its layers."""
 FORWARD = "forward"
 
 with _feature(
