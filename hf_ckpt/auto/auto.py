@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -183,9 +184,12 @@ class Auto:
             return simulating(given_optimizer(now.optimizer, args, now.follow(refuse), sharding))
 
         simulator = simulating(given)
-        if isinstance(loss, UsersLoss) and _is_not_simulated(simulator, batches, num_rows, shape, args.ddp_timeout):
+        if isinstance(loss, UsersLoss) and (
+            fault := _fault_of_loss(simulator, batches, num_rows, shape, args.ddp_timeout)
+        ):
             loss = None
-            coverage = check_run(trainer, args, model, optimizer_name)
+            with _because(fault):
+                coverage = check_run(trainer, args, model, optimizer_name)
         if given is not None and given.copied is not None:
             coverage = coverage.without(f"what {optimizer_name} does in some steps only, such as its first")
         # Without a budget it is off what is free. Engines of several processes have buffers of their own by then.
@@ -241,15 +245,24 @@ _RunLimits = tuple[int, list[Batch], int | None]
 no bound is known), and the bytes of host memory that are free (None where that is not known)."""
 
 
-def _is_not_simulated(
+@contextmanager
+def _because(fault: str) -> Iterator[None]:
+    """Say first why the loss is not simulated: what is refused without it would not be with it."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{fault} Without the Trainer's own loss the run is refused: {error}") from error
+
+
+def _fault_of_loss(
     simulator: Callable[[Batch], StepSimulator], batches: list[Batch], num_rows: int, shape: nn.Module, timeout_s: float
-) -> bool:
-    """Whether a step with the user's loss cannot be simulated, and say why."""
+) -> str:
+    """Return why a step with the user's loss cannot be simulated, and say it; empty where it can."""
     small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
     fault = _fault(simulator, batches[0] if batches else small, timeout_s)
     if fault:
         logger.info("The Trainer's own loss is not simulated: %s", fault)
-    return bool(fault)
+    return fault
 
 
 def _fault(simulator: Callable[[Batch], StepSimulator], batch: Batch | None, timeout_s: float) -> str:
