@@ -162,6 +162,7 @@ class Applied:
             new.note_use_cache(check.values)
             if (its := new._patches[0].cache_check) is not None:
                 its.has_told, its.is_on_ladder = check.has_told, check.is_on_ladder
+                its.has_told_of_cache = check.has_told_of_cache
         return new
 
     def adopt(self, other: Applied) -> None:

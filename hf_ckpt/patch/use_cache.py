@@ -134,6 +134,8 @@ def _without_cache(
     asked = given(_NAME)
     check.enter(module, asked)
     if asked is not None:
+        if asked:
+            check.tell_of_empty_cache()
         return None
     position_ids, attention_mask = map(given, _PACKED)
     # Positions that begin anew: transformers keeps the rows apart only where there is no cache (`masking_utils`).
@@ -169,8 +171,8 @@ class SharedIndexCheck:
         self._running: list[tuple[nn.Module, dict[object, list[tuple[nn.Module, nn.Module]]]]] = []
         self.values: Mapping[int, object] = {}
         """Of `use_cache` without the plan, by the id of the config, where it is not what the config has."""
-        self.has_told = False
-        """Whether something was said of packed rows."""
+        self.has_told = self.has_told_of_cache = False
+        """Whether something was said of packed rows, and of a cache that comes back empty."""
 
     @property
     def leaves_cache(self) -> bool:
@@ -181,6 +183,16 @@ class SharedIndexCheck:
         """Whether the model would make a cache if there were no plan, and nobody asks."""
         config: Any = module.config
         return bool(self.values.get(id(config), getattr(config, _NAME)))
+
+    def tell_of_empty_cache(self) -> None:
+        """Say once that a cache which is asked for comes back empty: recomputed layers can neither read nor fill it."""
+        if self._drops_cache and not self.has_told_of_cache and not torch.compiler.is_compiling():
+            self.has_told_of_cache = True
+            logger.warning(
+                "use_cache=True is asked for in a training forward, but layers that recompute their attention put no "
+                'keys and values into the cache: it comes back empty there. Use mode "none" or "ffn" where a loss '
+                "reads it, or leave use_cache out."
+            )
 
     def tell_of_packed_rows(self, position_ids: Any) -> None:
         """Say once what becomes of rows in one: a forward with a cache has come, without a mask."""
