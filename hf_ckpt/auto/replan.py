@@ -28,6 +28,7 @@ from hf_ckpt.auto.model_state import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, SmallerBatchError, UnsupportedError
+from hf_ckpt.patch.interrupted_run import is_beside_training_steps
 from hf_ckpt.planner.advice import Exactness, inexact_parts
 from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.planner.search import StepPlanner
@@ -192,7 +193,9 @@ class RunPlanner:
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.needed_bytes = max(self.needed_bytes, needed_bytes)
         self.batch = batch
-        self._fitting.setdefault(self.plan.digest(), []).append(batch)
+        # What it holds need not be asked of: each forward asks of all that are here.
+        known = self._fitting.get(self.plan.digest(), [])
+        self._fitting[self.plan.digest()] = [*(each for each in known if not batch.holds(each)), batch]
         bound = "" if self._is_bounded else "; bound not known, larger batches are planned for before they run"
         logger.info(
             "Planned for %s: predicted peak %s of %s, %s%s.",
@@ -362,6 +365,8 @@ class RunPlanner:
     def _compare(self, batch: Batch) -> tuple[Batch, bool, bool]:
         """Return the largest text of all ranks, whether one has more than a text, and whether one is not known."""
         flags = batch.is_padded, batch.is_packed, bool(batch.tensors), not self._is_known(batch)
+        # Waits for the device, in each forward of a run of which no longest row is known: before its first layer runs,
+        # all have to know which plan is in force.
         sizes = torch.tensor([batch.rows, batch.length, *flags], device=self._place)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
         rows, length, is_padded, is_packed, has_tensors, is_new = sizes.tolist()
@@ -384,7 +389,7 @@ class RunPlanner:
         """
         if any(known.holds(batch) for known in self._evaluated):
             return
-        self._evaluated.append(batch)
+        self._evaluated = [*(each for each in self._evaluated if not batch.holds(each)), batch]
         if store.num_processes() > 1 and dist.get_rank() != 0:
             return
         batch = (read and read()) or batch
@@ -517,12 +522,16 @@ class _BeforeForward:
         # torch calls a hook without keywords that another hook of the same call has just removed.
         if self._planning is None or self._put_in_force is None or kwargs is None or torch.compiler.is_compiling():
             return
+        is_trained = model.training and torch.is_grad_enabled()
+        if is_trained and is_beside_training_steps():
+            # A callback's, and perhaps of one rank alone: the others would be waited for until they run one more, too.
+            return
         planning = self._planning
         # The loss of the Trainer, where that is simulated, calls the model itself.
         has_settings = planning._coverage.loss is None
         describe = partial(batch_of_forward, model, args, kwargs, has_settings=has_settings)
         batch = describe(reads=False)
-        if model.training and torch.is_grad_enabled():
+        if is_trained:
             before = planning.plan
             planning.before_forward(batch, describe, partial(planning._inputs.check, model, batch, args, kwargs))
             if planning.plan != before:

@@ -24,7 +24,7 @@ from torch import nn
 
 from hf_ckpt.patch.instance_methods import set_method, take_off
 
-_SAVE, _TRAIN = "save_pretrained", "train"
+_SAVE, _TRAIN, _TRAINING_STEP = "save_pretrained", "train", "training_step"
 
 
 class TrainCall:
@@ -90,6 +90,11 @@ def trainer_being_built() -> Any:
     """Return the Trainer whose `__init__` is the innermost one in this thread; None outside of one."""
     frame = _innermost("__init__")
     return None if frame is None else _trainer_of(frame, "__init__")
+
+
+def is_beside_training_steps() -> bool:
+    """Whether a Trainer trains in this thread, and what runs is in none of its training steps, as in a callback."""
+    return hasattr(running_trainer(), _TRAINING_STEP) and _innermost(_TRAINING_STEP) is None
 
 
 def train_arguments() -> dict[str, Any]:

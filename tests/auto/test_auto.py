@@ -271,6 +271,14 @@ def test_smallest_budget_that_cannot_hold_says_what_would(tmp_path: Path) -> Non
     assert "_hf_ckpt_applied" not in vars(model.model.layers)
 
 
+def test_batches_that_a_larger_one_holds_are_asked_for_no_more(tmp_path: Path) -> None:
+    callback = HFCkptCallback("auto", memory_budget="1GiB")
+    given = {"data": Stream((8, 12, 20, 40)), "per_device_train_batch_size": 1, "max_steps": 4}
+    run(llama(num_hidden_layers=1), tmp_path, callback, **given)
+    assert callback._planning is not None
+    assert list(callback._planning._fitting.values()) == [[Batch(1, 40)]]
+
+
 @pytest.mark.parametrize("data", [None, Stream((LONGEST,) * 8)], ids=["known lengths", "a stream"])
 @pytest.mark.sweep(keep=2)
 def test_a_budget_that_does_not_hold_the_batch_lets_the_trainer_find_a_smaller_one(
