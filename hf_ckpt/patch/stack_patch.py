@@ -171,6 +171,11 @@ class StackPatch:
             if isinstance(change.ours, ModuleState):
                 change.ours.above = _modules_above(model, change.path)
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the plan was taken off again, or is not in force yet."""
+        return self._home is None
+
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the patch is removed, by whomever."""
         self._on_remove.append(undo)
@@ -194,8 +199,10 @@ class StackPatch:
         """Put back what was found, all of it: errors of single undos are raised in the end."""
         undos: list[Callable[[], object]] = [change.undo for change in reversed(self._changes)]
         # Not by `on_remove`, which another plan would take over.
-        ends = [self._hook, self.cache_check, self.segment_hooks, *self.hooks]
+        ends = [self._hook, self.segment_hooks, *self.hooks]
         undos += [*self._on_remove, *(end.remove for end in ends if end is not None)]
+        if self.cache_check is not None:
+            undos.append(self.cache_check.end)
         undos += [offloader.close for offloader in self.offloaders]
         if self._home is not None:
             undos.append(partial(delattr, self._home, HANDLE))
@@ -355,6 +362,9 @@ def runs_seam(module: nn.Module) -> bool:
 def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
     if kwargs is None or torch.compiler.is_compiling() or patch.remove_if_over() or not owner.training:
+        return
+    if patch.is_removed:
+        # Somebody has kept the hooks, and put them back.
         return
     if torch.is_grad_enabled():
         patch.refuse_cache((*args, *kwargs.values()))

@@ -164,7 +164,7 @@ class SharedIndexCheck:
         """Whether other plans may take this one's place: all have to give the same bits, which a cache may change."""
         self._stacks = stacks
         self._drops_cache = drops_cache
-        self._is_done = False
+        self._is_done = self._is_over = False
         self._handles: list[RemovableHandle] = []
         # The models that run now, as each makes a cache of its own, and which module of which layer has run, by what
         # tells its place in that cache.
@@ -177,7 +177,7 @@ class SharedIndexCheck:
     @property
     def leaves_cache(self) -> bool:
         """Whether forwards are to make a cache as they do without the plan."""
-        return self._does_nothing and not self.is_on_ladder
+        return self._is_over or (self._does_nothing and not self.is_on_ladder)
 
     def is_on_without_plan(self, module: nn.Module) -> bool:
         """Whether the model would make a cache if there were no plan, and nobody asks."""
@@ -237,6 +237,11 @@ class SharedIndexCheck:
         if not self._running:
             self._is_done = True
             self.remove()
+
+    def end(self) -> None:
+        """The plan is taken off."""
+        self._is_over = True
+        self.remove()
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -206,12 +206,17 @@ def test_what_was_kept_of_a_plan_is_dead(policy: dict[str, Any]) -> None:
     case = exactness.build("llama")
     expected = exactness.step(case)
     names = ("forward", "_gradient_checkpointing_func", "gradient_checkpointing")
+    hooks = [name for name in vars(case.model) if name.startswith("_forward_") and name.endswith(("hooks", "kwargs"))]
     with hf_ckpt.apply(case.model, **policy):
         exactness.step(case)
         kept = {
             module: {name: vars(module)[name] for name in names if name in vars(module)}
             for module in case.model.modules()
         }
+        kept_hooks = {module: {name: vars(module)[name].copy() for name in hooks} for module in kept}
+    for module, of_module in kept_hooks.items():
+        for name, found in of_module.items():
+            vars(module)[name].update(found)
     for module, attributes in kept.items():
         vars(module).update(attributes)
     assert runs_of(case) == 1
