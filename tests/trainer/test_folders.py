@@ -20,7 +20,7 @@ from transformers.trainer_utils import HPSearchBackend
 import hf_ckpt
 from hf_ckpt import AlreadyAppliedError, Plan, PlanMismatchError, Policy
 from hf_ckpt.patch.apply import make_plan
-from hf_ckpt.recovery.ladder import Ladder, Room, Rung
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung, Size
 from hf_ckpt.recovery.recovery import RUNGS_FILE
 from hf_ckpt.trainer.device_peak import DevicePeak
 from tests.training import PLAN_FILE, During, arguments, callback, llama, lora, rows, trainer
@@ -112,7 +112,7 @@ def test_ladder_of_another_run_goes_on(tmp_path: Path) -> None:
     trainer(model, tmp_path / "first", callback("none"), **SAVING).train()
     plans = [make_plan(model, Policy.parse(mode)) for mode in ("none", "full")]
     ladder = Ladder(plans[0], 100, Room(None, DevicePeak(torch.device("cpu"))))
-    ladder.fail(1, lambda plan: Rung(plans[1]))
+    ladder.fail(Size(), lambda plan: Rung(plans[1]))
     checkpoint = tmp_path / "first" / "checkpoint-1"
     (checkpoint / RUNGS_FILE).write_text(json.dumps(ladder.to_json()))
     begun: list[Plan | None] = []
