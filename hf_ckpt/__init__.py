@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hf_ckpt.policy.policy import Policy
     from hf_ckpt.recipe.recipe import load_recipe
     from hf_ckpt.structure.layers import find_layers
+    from hf_ckpt.verify.run import verify
 
 __version__ = "0.1.0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "plan",
     "remove",
     "simulate",
+    "verify",
 ]
 
 _HOMES = {
@@ -84,6 +86,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "verify":
+        # A package that can be called.
+        return importlib.import_module("hf_ckpt.verify")
     home = _HOMES.get(name, "hf_ckpt.errors")
     return getattr(importlib.import_module(home), name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_text_batch
-from hf_ckpt.distributed import store, watchdog
+from hf_ckpt.distributed import deepspeed, store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,
     HFCkptError,
@@ -27,7 +27,7 @@ from hf_ckpt.errors import (
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
 from hf_ckpt.patch.checks import check_engine, check_wrappers
-from hf_ckpt.patch.interrupted_run import running_trainer
+from hf_ckpt.patch.interrupted_run import running_trainer, trainer_being_built
 from hf_ckpt.patch.stack_patch import LEFTOVER
 from hf_ckpt.policy.allowances import allowed_by, check_no_rule
 from hf_ckpt.policy.options import (
@@ -42,12 +42,15 @@ from hf_ckpt.policy.options import (
 )
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Policy
+from hf_ckpt.structure.layers import is_sharded
+from hf_ckpt.structure.stored import ByModel
 from hf_ckpt.trainer import metrics
+from hf_ckpt.trainer.accelerates_checkpointing import hold_off_accelerates_checkpointing
+from hf_ckpt.trainer.folders import SaveWatch, checkpoint_folder, output_folder, resumed_folder
 from hf_ckpt.trainer.messages import Messages, say_who_governs
 from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import parse_budget
-from hf_ckpt.upstream import accelerate
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -164,8 +167,9 @@ class HFCkptCallback(TrainerCallback):
         self._trainer: weakref.ref[Trainer] | None = None
         self._recovery: Recovery | None = None
         self._run: TrainingRun | None = None
-        self._restore_accelerates_checkpointing: Callable[[], None] | None = None
+        self._before_sharding = ByModel[SavedFiles]()
         self._saved_files: SavedFiles | None = None
+        self._saved_in: Path | None = None
         self._report: dict[str, float] = {}
         self._planning: RunPlanner | None = None
         self.plan: Plan | None = None
@@ -200,11 +204,8 @@ class HFCkptCallback(TrainerCallback):
             check_can_be_saved(args.device)
         # From here on a process that is killed is noticed by the others.
         watchdog.start()
-        if accelerate.fsdp_plugin() is not None:
-            from hf_ckpt.distributed import fsdp
-
-            # Only now is it in time: accelerate wraps layers when it prepares the model.
-            self._restore_accelerates_checkpointing = fsdp.disable_accelerates_checkpointing()
+        if (trainer := trainer_being_built()) is not None:
+            hold_off_accelerates_checkpointing(trainer, self)
         model = kwargs.get("model")
         if model is not None:
             call = train_call_of(model)
@@ -217,7 +218,7 @@ class HFCkptCallback(TrainerCallback):
             if not is_trained_now:
                 use_cache.record(model)
             # Before an engine shards the model.
-            self._saved_files = SavedFiles.of(model)
+            self._before_sharding.note(model, SavedFiles.of(model))
             if self._auto is not None:
                 self._auto.keep_shape(model)
 
@@ -230,7 +231,11 @@ class HFCkptCallback(TrainerCallback):
         check_engine(args)
         model: nn.Module = kwargs["model"]
         _check_not_trained_now(model)
+        self._check_not_training()
         _remove_earlier_plan(model)
+        is_whole = not is_sharded(model) and not deepspeed.is_sharded(model)
+        # In a search for hyperparameters each trial may have another model, which on_init_end has not seen.
+        self._saved_files = SavedFiles.of(model) if is_whole else self._before_sharding.of(model)
         use_cache.restore_recorded(model)
         say_who_governs(args)
         with watchdog.watched_training() as watch:
@@ -259,13 +264,13 @@ class HFCkptCallback(TrainerCallback):
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
             run.report_failures(None if self._recovery is None else _is_out_of_memory)
-        if self._restore_accelerates_checkpointing is not None:
-            run.applied.on_remove(self._restore_accelerates_checkpointing)
         self.plan = run.applied.plan
         if state.global_step:
-            check_resumed_plan(self.plan, _resumed_folder(args, state), is_strict=self._options["strict_resume"])
-        self._messages.begin(args, state, self.plan, _output_folder(args) / PLAN_FILE, self.prediction)
+            check_resumed_plan(self.plan, resumed_folder(args, state), is_strict=self._options["strict_resume"])
+        self._messages.begin(args, state, self.plan, output_folder(args) / PLAN_FILE, self.prediction)
         self._announce_plan(args, state, self.plan)
+        self._saved_in = None
+        run.applied.on_remove(SaveWatch(running_trainer(), partial(self._note_save, state)).remove)
 
     def _begin_recovery(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> Recovery | None:
         if not self._is_escalated:
@@ -276,13 +281,13 @@ class HFCkptCallback(TrainerCallback):
         announce = partial(self._announce_plan, args, state)
         recovery = begin(trainer, args, run, announce, self._planning, **self._rungs)
         if recovery is not None and state.global_step:
-            recovery.resume(_resumed_folder(args, state))
+            recovery.resume(resumed_folder(args, state))
         return recovery
 
     def _announce_plan(self, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:
         self.plan = plan
         if state.is_world_process_zero:
-            write_plan(plan, _output_folder(args))
+            write_plan(plan, output_folder(args))
 
     def _check_alone(self, state: TrainerState, model: nn.Module | None) -> None:
         """Refuse a second callback on one Trainer, which would take the first one's plan for a leftover.
@@ -300,10 +305,17 @@ class HFCkptCallback(TrainerCallback):
         )
         if first._run is not None:
             first._fail(first._run, error)
-        first._restore_accelerate()
         if model is not None:
             use_cache.restore_recorded(model)
         raise error
+
+    def _check_not_training(self) -> None:
+        """Refuse to begin a run within another one of this callback, which is told of the events of both."""
+        if self._run is not None and self._run.is_under_way():
+            raise AlreadyAppliedError(
+                "A Trainer was started while another one with the same HFCkptCallback trains, and the callback governs "
+                "one run at a time. Give each of them a callback of its own."
+            )
 
     def _describe(self) -> str:
         if isinstance(self._policy, Plan):
@@ -410,20 +422,32 @@ class HFCkptCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the plan into the checkpoint, and see that the adapter in it is whole."""
-        folder = _checkpoint_folder(args, state)
+        folder, self._saved_in = self._saved_in, None
+        if folder is None:
+            folder = checkpoint_folder(args, state)
+            self._write_into(folder, state)
+        self._check_adapter(folder, kwargs["model"], args.ddp_timeout)
+
+    def _note_save(self, state: TrainerState, folder: Path) -> None:
+        self._saved_in = folder
+        self._write_into(folder, state)
+
+    def _write_into(self, folder: Path, state: TrainerState) -> None:
         if self.plan is not None and state.is_world_process_zero and folder.is_dir():
             write_plan(self.plan, folder)
             if self._recovery is not None:
                 self._recovery.save(folder)
-        self._check_adapter(folder, kwargs["model"], args.ddp_timeout)
 
     def _check_adapter(self, folder: Path, model: nn.Module, timeout_s: float) -> None:
         expected = self._saved_files
         if expected is None or not expected.has_adapter:
             return
-        fault = store.broadcast_result(
-            lambda: expected.fault_of_checkpoint(folder, model), timeout_s, "looking at what was saved"
-        )
+
+        def fault_there() -> str | None:
+            # Without its folder there is no checkpoint: this Trainer writes something of its own, elsewhere.
+            return expected.fault_of_checkpoint(folder, model) if folder.is_dir() else None
+
+        fault = store.broadcast_result(fault_there, timeout_s, "looking at what was saved")
         if fault is not None:
             self._warn_or_raise(SavedFilesError, fault)
 
@@ -451,12 +475,6 @@ class HFCkptCallback(TrainerCallback):
     def _stop(self, run: TrainingRun) -> None:
         self._run = self._recovery = None
         run.applied.remove()
-        self._restore_accelerate()
-
-    def _restore_accelerate(self) -> None:
-        if self._restore_accelerates_checkpointing is not None:
-            self._restore_accelerates_checkpointing()
-            self._restore_accelerates_checkpointing = None
 
     def _send_report(
         self, run: TrainingRun, args: TrainingArguments, state: TrainerState, control: TrainerControl
@@ -538,18 +556,3 @@ def _check_not_trained_now(model: nn.Module) -> None:
             "This Trainer was started while another one with HFCkptCallback trains the same model, under the plan of "
             "that one. Leave HFCkptCallback out of the inner Trainer, or give it another model."
         )
-
-
-def _output_folder(args: TrainingArguments) -> Path:
-    # Trainer itself sets the default; the annotation of the field is wider.
-    return Path(args.output_dir or "trainer_output")
-
-
-def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    return _output_folder(args) / f"checkpoint-{state.global_step}"
-
-
-def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    # An argument of Trainer.train() is not passed on to callbacks; without it the usual place counts.
-    named = args.resume_from_checkpoint
-    return Path(named) if named and Path(named).is_dir() else _checkpoint_folder(args, state)

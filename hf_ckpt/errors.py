@@ -21,6 +21,13 @@ class BudgetError(PolicyError):
     """Raised when no plan for the model keeps a training step within the memory budget."""
 
 
+class SmallerBatchError(BudgetError, RuntimeError):
+    """Raised in its place where `auto_find_batch_size` is to try smaller batches: that goes by type and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text}\nauto_find_batch_size tries fewer rows, as where a device is out of memory.")
+
+
 class StructureError(HFCkptError, ValueError):
     """Raised when decoder layers, or a part of them, cannot be found in a model."""
 

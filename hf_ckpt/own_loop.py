@@ -48,7 +48,7 @@ from hf_ckpt.recovery.accumulation_window import (
 )
 from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots
 from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
-from hf_ckpt.recovery.ladder import Ladder, Room, Rung
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung, Size
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import RandomState, is_compiled
@@ -331,7 +331,7 @@ class _ClosureSteps:
         escalation.begin_step()
         self._num_steps += 1
         inputs = list(nested_named_tensors(batch))
-        size = sum(tensor.nbytes for _, tensor in inputs)
+        size = Size.of(inputs)
         shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
         # The planner of a loop sees no forward.
         planned = batch_of((), batch) if isinstance(batch, Mapping) else None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import hf_ckpt
+from hf_ckpt.recipe.recipe import load_recipe
+from tests import small_recipes
 
 PUBLIC_NAMES = [
     "AlreadyAppliedError",
@@ -35,6 +38,7 @@ PUBLIC_NAMES = [
     "plan",
     "remove",
     "simulate",
+    "verify",
 ]
 
 pytestmark = pytest.mark.core
@@ -56,6 +60,15 @@ def test_public_name_can_be_imported(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PUBLIC_NAMES if name != "__version__"])
 def test_public_name_has_a_docstring(name: str) -> None:
     assert getattr(hf_ckpt, name).__doc__
+
+
+def test_verify_can_be_called_whatever_was_loaded_before(tmp_path: Path) -> None:
+    from hf_ckpt.verify import run
+
+    recipe = load_recipe(small_recipes.write(tmp_path, checkpointing=None))
+    for verify in (hf_ckpt.verify, run.verify):
+        with pytest.raises(hf_ckpt.RecipeError, match="no checkpointing section"):
+            verify(recipe)
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,7 @@ from hf_ckpt.simulation.optimizers import innermost_optimizer
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.structure.layers import find_layers, is_sharded
+from hf_ckpt.structure.stored import ByModel
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
 
@@ -91,11 +93,11 @@ class Auto:
         self._allowed = allowed
         self._is_proven = is_proven
         self.fallback = None if fallback is None else Policy.parse(fallback)
-        self._before_sharding: nn.Module | None = None
+        self._before_sharding = ByModel[nn.Module]()
 
     def keep_shape(self, model: nn.Module) -> None:
         """Keep the shape of a model before an engine shards it."""
-        self._before_sharding = meta_copy(model)
+        self._before_sharding.note(model, meta_copy(model))
 
     def begin_or_fall_back(self, *given: Any, **further: Any) -> RunPlanner | None:
         """Return what `begin` returns, or None where a run is refused and there is a fallback.
@@ -182,9 +184,12 @@ class Auto:
             return simulating(given_optimizer(now.optimizer, args, now.follow(refuse), sharding))
 
         simulator = simulating(given)
-        if isinstance(loss, UsersLoss) and _is_not_simulated(simulator, batches, num_rows, shape, args.ddp_timeout):
+        if isinstance(loss, UsersLoss) and (
+            fault := _fault_of_loss(simulator, batches, num_rows, shape, args.ddp_timeout)
+        ):
             loss = None
-            coverage = check_run(trainer, args, model, optimizer_name)
+            with _because(fault):
+                coverage = check_run(trainer, args, model, optimizer_name)
         if given is not None and given.copied is not None:
             coverage = coverage.without(f"what {optimizer_name} does in some steps only, such as its first")
         # Without a budget it is off what is free. Engines of several processes have buffers of their own by then.
@@ -206,6 +211,8 @@ class Auto:
             check_again=None if trainer is None else NewModels(trainer, model, args.device, coverage, loss).check,
             model_state=now,
             simulate_anew=simulating_anew,
+            # Of several processes all would have to begin again.
+            tries_fewer_rows=args.auto_find_batch_size and store.num_processes() == 1 and num_rows > 1,
         )
         planning.input_gradients = is_on
         planning.start_all(batches)
@@ -218,7 +225,7 @@ class Auto:
     def _shape_of(self, model: nn.Module) -> nn.Module:
         is_whole = not is_sharded(model) and not deepspeed.is_sharded(model)
         # As it is now, adapters and frozen weights included; accelerate's part of it is taken off.
-        shape = meta_copy(model) if is_whole else self._before_sharding
+        shape = meta_copy(model) if is_whole else self._before_sharding.of(model)
         if shape is None:
             raise UnsupportedError(
                 'Policy "auto" simulates the model as it was before it is sharded, and this callback came to the '
@@ -238,15 +245,24 @@ _RunLimits = tuple[int, list[Batch], int | None]
 no bound is known), and the bytes of host memory that are free (None where that is not known)."""
 
 
-def _is_not_simulated(
+@contextmanager
+def _because(fault: str) -> Iterator[None]:
+    """Say first why the loss is not simulated: what is refused without it would not be with it."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{fault} Without the Trainer's own loss the run is refused: {error}") from error
+
+
+def _fault_of_loss(
     simulator: Callable[[Batch], StepSimulator], batches: list[Batch], num_rows: int, shape: nn.Module, timeout_s: float
-) -> bool:
-    """Whether a step with the user's loss cannot be simulated, and say why."""
+) -> str:
+    """Return why a step with the user's loss cannot be simulated, and say it; empty where it can."""
     small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
     fault = _fault(simulator, batches[0] if batches else small, timeout_s)
     if fault:
         logger.info("The Trainer's own loss is not simulated: %s", fault)
-    return bool(fault)
+    return fault
 
 
 def _fault(simulator: Callable[[Batch], StepSimulator], batch: Batch | None, timeout_s: float) -> str:

@@ -27,7 +27,8 @@ from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward
 from hf_ckpt.auto.model_state import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
-from hf_ckpt.errors import BudgetError, UnsupportedError
+from hf_ckpt.errors import BudgetError, SmallerBatchError, UnsupportedError
+from hf_ckpt.patch.interrupted_run import is_beside_training_steps
 from hf_ckpt.planner.advice import Exactness, inexact_parts
 from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.planner.search import StepPlanner
@@ -79,6 +80,7 @@ class RunPlanner:
         check_again: raises before a forward whose step cannot be what was planned for; None checks nothing.
         model_state: tells whether the model is another one than was planned for; None where nobody changes it.
         simulate_anew: makes what `simulator` is, for the model as it is now.
+        tries_fewer_rows: whether the Trainer begins again with fewer rows where no plan fits.
 
     Attributes:
         plan: what is to be in force now.
@@ -106,6 +108,7 @@ class RunPlanner:
         check_again: Callable[[], None] | None = None,
         model_state: ModelState | None = None,
         simulate_anew: Callable[[], Callable[[Batch], StepSimulator]] | None = None,
+        tries_fewer_rows: bool = False,
     ) -> None:
         self.plan = plan
         self._simulator = simulator
@@ -121,6 +124,7 @@ class RunPlanner:
         self._check_again = check_again
         self._model_state = model_state
         self._simulate_anew = simulate_anew
+        self._tries_fewer_rows = tries_fewer_rows
         self._has_given_up = False
         self.predicted_bytes = self.needed_bytes = 0
         self.batch: Batch | None = None
@@ -164,22 +168,34 @@ class RunPlanner:
                 f"(predicted, for {batch.describe()})"
             )
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: Batch, because: str = "") -> None:
         """Plan for a batch, the same on all ranks: rank 0 does, and broadcasts the plan.
+
+        `because`: what an error is to begin with.
 
         Raises:
             BudgetError: no plan fits.
         """
         budget = format_bytes(self.capacity.num_bytes)
         logger.info("Planning for %s within %s: simulating steps.", batch.describe(), budget)
-        found = store.broadcast_result(partial(self._decide, batch), self._timeout_s, "planning")
+        try:
+            found = store.broadcast_result(partial(self._decide, batch), self._timeout_s, "planning")
+        except BudgetError as error:
+            if self._tries_fewer_rows:
+                logger.warning("%s", smaller := SmallerBatchError(f"{because}{error}"))
+                raise smaller from error
+            if because:
+                raise BudgetError(f"{because}{error}") from error
+            raise
         text, peak_bytes, needed_bytes, fits, where, plain_bytes, of_plain = found
         self.plan = Plan.from_json(text)
         self._compare_with_plain(batch, needed_bytes, plain_bytes, of_plain)
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.needed_bytes = max(self.needed_bytes, needed_bytes)
         self.batch = batch
-        self._fitting.setdefault(self.plan.digest(), []).append(batch)
+        # What it holds need not be asked of: each forward asks of all that are here.
+        known = self._fitting.get(self.plan.digest(), [])
+        self._fitting[self.plan.digest()] = [*(each for each in known if not batch.holds(each)), batch]
         bound = "" if self._is_bounded else "; bound not known, larger batches are planned for before they run"
         logger.info(
             "Planned for %s: predicted peak %s of %s, %s%s.",
@@ -201,12 +217,12 @@ class RunPlanner:
         simulator = self._simulator(batch)
         return tuple(make_inputs(replace(simulator.step, batch_size=1), simulator.model))
 
-    def start_all(self, batches: Sequence[Batch]) -> None:
+    def start_all(self, batches: Sequence[Batch], because: str = "") -> None:
         """Plan for the largest of each kind of batch. See `start`."""
         # A plan for one may not do for another.
         for batch in (*batches, *batches):
             if not self._is_known(batch):
-                self.start(batch)
+                self.start(batch, because)
 
     def watch(self, model: nn.Module, put_in_force: Callable[[Plan], None]) -> RemovableHandle:
         """Check the inputs of each forward before it runs, until the handle is removed.
@@ -312,10 +328,8 @@ class RunPlanner:
         for found in (self._fitting, self._held, self._plans, self._evaluated):
             found.clear()
         logger.info("Other parameters train than the plan was made for, or in another dtype: planning anew.")
-        try:
-            self.start_all(sorted(known, key=lambda each: (-each.rows * each.length, -each.num_bytes)))
-        except BudgetError as error:
-            raise BudgetError(f"Other parameters train than the plan was made for. {error}") from error
+        largest_first = sorted(known, key=lambda each: (-each.rows * each.length, -each.num_bytes))
+        self.start_all(largest_first, "Other parameters train than the plan was made for. ")
 
     def _plan_for_larger(self, batch: Batch, read: Callable[[], Batch | None]) -> None:
         if store.num_processes() > 1 and not self.compares_batches:
@@ -323,10 +337,7 @@ class RunPlanner:
             self._warn_of(batch)
             return
         for each in self._new_batches(batch, read):
-            try:
-                self.start(each)
-            except BudgetError as error:
-                raise BudgetError(f"A batch came with {each.describe()}. {error}") from error
+            self.start(each, f"A batch came with {each.describe()}. ")
 
     @property
     def compares_batches(self) -> bool:
@@ -354,6 +365,8 @@ class RunPlanner:
     def _compare(self, batch: Batch) -> tuple[Batch, bool, bool]:
         """Return the largest text of all ranks, whether one has more than a text, and whether one is not known."""
         flags = batch.is_padded, batch.is_packed, bool(batch.tensors), not self._is_known(batch)
+        # Waits for the device, in each forward of a run of which no longest row is known: before its first layer runs,
+        # all have to know which plan is in force.
         sizes = torch.tensor([batch.rows, batch.length, *flags], device=self._place)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
         rows, length, is_padded, is_packed, has_tensors, is_new = sizes.tolist()
@@ -376,7 +389,7 @@ class RunPlanner:
         """
         if any(known.holds(batch) for known in self._evaluated):
             return
-        self._evaluated.append(batch)
+        self._evaluated = [*(each for each in self._evaluated if not batch.holds(each)), batch]
         if store.num_processes() > 1 and dist.get_rank() != 0:
             return
         batch = (read and read()) or batch
@@ -509,12 +522,16 @@ class _BeforeForward:
         # torch calls a hook without keywords that another hook of the same call has just removed.
         if self._planning is None or self._put_in_force is None or kwargs is None or torch.compiler.is_compiling():
             return
+        is_trained = model.training and torch.is_grad_enabled()
+        if is_trained and is_beside_training_steps():
+            # A callback's, and perhaps of one rank alone: the others would be waited for until they run one more, too.
+            return
         planning = self._planning
         # The loss of the Trainer, where that is simulated, calls the model itself.
         has_settings = planning._coverage.loss is None
         describe = partial(batch_of_forward, model, args, kwargs, has_settings=has_settings)
         batch = describe(reads=False)
-        if model.training and torch.is_grad_enabled():
+        if is_trained:
             before = planning.plan
             planning.before_forward(batch, describe, partial(planning._inputs.check, model, batch, args, kwargs))
             if planning.plan != before:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.auto.simulation_coverage import losses_of_its_own, refuse
-from hf_ckpt.simulation.constant_folding import has_values
+from hf_ckpt.simulation.constant_folding import has_values, raised_at
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
 from hf_ckpt.trainer.other_models import other_models
@@ -59,6 +59,11 @@ class TrainerLoss:
     trainer: Any
     batch: ModelInputs
     others: Mapping[str, nn.Module]
+
+    @property
+    def name(self) -> str:
+        """The method that computes it."""
+        return f"{type(self.trainer).__name__}.compute_loss"
 
     @property
     def code(self) -> tuple[object, ...]:
@@ -149,7 +154,7 @@ def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options:
             ) from error
         raise refuse(
             f"{kind}.compute_loss cannot be simulated: of tensors without values it raises {type(error).__name__} "
-            f'"{error}"'
+            f'"{error}"{raised_at(error)[0]}'
         ) from error
 
 
@@ -220,6 +225,11 @@ class _UnknownNumber:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _itself
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _itself
     __bool__ = __int__ = __float__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused
+
+    def __format__(self, format_spec: str) -> str:
+        # Printed, it decides nothing.
+        return "?"
+
     __hash__ = None  # type: ignore[assignment]
 
 

@@ -6,7 +6,6 @@ The plan is applied after wrapping. Both versions are meant: FSDP1 (`FullySharde
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDat
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import Layer, Stack, class_name, is_unit, modules_of, path_of
 from hf_ckpt.structure.stored import stored
-from hf_ckpt.upstream import accelerate
 from hf_ckpt.upstream.torch import (
     FSDP_WRAPPED,
     flat_parameter,
@@ -28,8 +26,6 @@ from hf_ckpt.upstream.torch import (
     sharded_parameters,
     visitor_of_modules,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
@@ -116,17 +112,3 @@ def _changes_dtype_ahead(unit: FullyShardedDataParallel) -> bool:
     computed, flat = unit.mixed_precision.param_dtype, flat_parameter(unit)
     is_changed = computed is not None and flat is not None and computed != flat.dtype
     return is_changed and unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-
-
-def disable_accelerates_checkpointing() -> Callable[[], None] | None:
-    """Switch off the activation checkpointing that accelerate wraps layers with, and return what switches it on again.
-
-    Only possible before accelerate prepares the model. Returns None where it is off.
-    """
-    plugin = accelerate.fsdp_plugin()
-    if plugin is None or not plugin.activation_checkpointing:
-        return None
-    plugin.activation_checkpointing = False
-    logger.info("fsdp_activation_checkpointing is asked for too; the policy of HFCkptCallback governs.")
-
-    return partial(setattr, plugin, "activation_checkpointing", True)

@@ -21,6 +21,7 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
+from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
 from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
@@ -55,7 +56,7 @@ from hf_ckpt.structure.layers import (
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
-from hf_ckpt.upstream.transformers import FLAG
+from hf_ckpt.upstream.transformers import FLAG, OTHER_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +153,7 @@ class Applied:
         try:
             new = put()
         except BaseException:
-            for undo in undos:
-                undo()
+            run_all(undos)
             raise
         for undo in undos:
             new.on_remove(undo)
@@ -162,6 +162,7 @@ class Applied:
             new.note_use_cache(check.values)
             if (its := new._patches[0].cache_check) is not None:
                 its.has_told, its.is_on_ladder = check.has_told, check.is_on_ladder
+                its.has_told_of_cache = check.has_told_of_cache
         return new
 
     def adopt(self, other: Applied) -> None:
@@ -176,9 +177,9 @@ class Applied:
 
     def remove(self) -> None:
         """Put the model back as it was found. A second call does nothing."""
-        for patch in reversed(self._patches):
-            patch.remove()
+        patches = self._patches[::-1]
         self._patches.clear()
+        run_all(patch.remove for patch in patches)
 
     def __enter__(self) -> Self:
         return self
@@ -261,8 +262,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         patches[0].hooks.extend(skip_in_training_forwards(model, check))
         patches[0].cache_check = check
     except BaseException:
-        for patch in reversed(patches):
-            patch.remove()
+        run_all(patch.remove for patch in reversed(patches))
         raise
     return Applied(plan, stacks, list(patches), proof)
 
@@ -339,8 +339,7 @@ def remove(model: nn.Module) -> bool:
         Whether there was a plan.
     """
     patches = _patches(model)
-    for patch in patches:
-        patch.remove()
+    run_all(patch.remove for patch in patches)
     return bool(patches)
 
 
@@ -456,9 +455,14 @@ def _switch_off_others(model: nn.Module, patches: list[StackPatch]) -> None:
     """Hold every other seam off: one plan governs, also when a library switches all seams on later."""
     ours = {module for patch in patches for module in patch.seams()}
     for raw_path, module in model.named_modules():
-        if stored(module, FLAG) is not None and module not in ours and unwrapped(module) is module:
+        if unwrapped(module) is not module:
+            continue
+        found = [FLAG] if stored(module, FLAG) is not None and module not in ours else []
+        # By other names only what is a flag of the instance.
+        found += [name for name in OTHER_FLAGS if isinstance(vars(module).get(name), bool)]
+        for name in found:
             path = clean_path(model, raw_path)
-            _patch_around(path, patches).set(path, module, FLAG, False)
+            _patch_around(path, patches).set(path, module, name, False)
 
 
 def _patch_around(path: str, patches: list[StackPatch]) -> StackPatch:

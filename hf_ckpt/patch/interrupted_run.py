@@ -15,14 +15,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-_SAVE, _TRAIN = "save_pretrained", "train"
+from hf_ckpt.patch.instance_methods import set_method, take_off
+
+_SAVE, _TRAIN, _TRAINING_STEP = "save_pretrained", "train", "training_step"
 
 
 class TrainCall:
@@ -84,16 +86,33 @@ def running_trainer() -> Any:
     return None if frame is None else _trainer_of(frame)
 
 
-def _innermost() -> FrameType | None:
+def trainer_being_built() -> Any:
+    """Return the Trainer whose `__init__` is the innermost one in this thread; None outside of one."""
+    frame = _innermost("__init__")
+    return None if frame is None else _trainer_of(frame, "__init__")
+
+
+def is_beside_training_steps() -> bool:
+    """Whether a Trainer trains in this thread, and what runs is in none of its training steps, as in a callback."""
+    return hasattr(running_trainer(), _TRAINING_STEP) and _innermost(_TRAINING_STEP) is None
+
+
+def train_arguments() -> dict[str, Any]:
+    """Return what that `train()` was given, by name, and what else it has found by now; empty outside of one."""
+    frame = _innermost()
+    return {} if frame is None else dict(frame.f_locals)
+
+
+def _innermost(method: str = _TRAIN) -> FrameType | None:
     frame: FrameType | None = sys._getframe()
-    while frame is not None and _trainer_of(frame) is None:
+    while frame is not None and _trainer_of(frame, method) is None:
         frame = frame.f_back
     return frame
 
 
-def _trainer_of(frame: FrameType) -> object | None:
-    """Return the Trainer whose `train()` a frame is; None if it is something else."""
-    if frame.f_code.co_name != "train":
+def _trainer_of(frame: FrameType, method: str = _TRAIN) -> object | None:
+    """Return the Trainer whose method a frame is; None if it is something else."""
+    if frame.f_code.co_name != method:
         return None
     trainer = frame.f_locals.get("self")
     # No test for transformers' class: importing it takes seconds, and other trainers have callbacks too.
@@ -134,10 +153,8 @@ def _before_forward(removal: Removal, model: nn.Module, args: Any) -> None:
 
 
 def _place(name: str, module: nn.Module, removal: Removal) -> Callable[[], None]:
-    """Set an instance method that tries the removal first, and return what puts back what was there."""
-    found = module.__dict__.get(name)
-    setattr(module, name, update_wrapper(partial(_try_first, removal, module, name, found), getattr(module, name)))
-    return partial(_put_back, module, name, found)
+    """Set an instance method that tries the removal first, and return what takes it off."""
+    return partial(take_off, module, name, set_method(module, name, partial(_try_first, removal, module, name)))
 
 
 def _try_first(
@@ -145,14 +162,3 @@ def _try_first(
 ) -> Any:
     removal.run_if_over(module)
     return getattr(type(module), name)(module, *args, **kwargs) if found is None else found(*args, **kwargs)
-
-
-def _put_back(module: nn.Module, name: str, found: Callable[..., Any] | None) -> None:
-    current = module.__dict__.get(name)
-    if not isinstance(current, partial) or current.func is not _try_first:
-        # Whoever put another one over ours knows what to put back.
-        return
-    if found is None:
-        del module.__dict__[name]
-    else:
-        setattr(module, name, found)

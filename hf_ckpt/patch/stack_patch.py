@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
-from functools import partial, update_wrapper
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
+from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.use_cache import SharedIndexCheck
 from hf_ckpt.policy.plan import Plan
@@ -77,13 +78,21 @@ class Change:
 
     def undo(self) -> None:
         """Put back what was found."""
-        if self.name == FORWARD and not self.is_in_force():
-            # Whoever put a forward over ours knows what to put back; taking theirs away would break it.
+        if self.name == FORWARD:
+            take_off(self.module, FORWARD, self.ours)
             return
+        if self.name == FUNCTION:
+            # Whoever has kept it and sets it again, with the flag, finds one that recomputes nothing.
+            original = _call_function if self.found is _Missing else self.found
+            cast("Any", self.ours).__setstate__((original, (), {}, {}))
         if self.found is _Missing:
             self.module.__dict__.pop(self.name, None)
         else:
             setattr(self.module, self.name, self.found)
+
+
+def _call_function(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _modules_above(model: nn.Module, path: str) -> dict[nn.Module, str]:
@@ -152,16 +161,20 @@ class StackPatch:
         if isinstance(found, partial) and found.func is run.func:
             # A module that two layers share: the first of them has reached it already.
             return
-        forward = partial(run.func, *run.args, module, found)
         self.set(path, module, STATE, ModuleState(path, self.pending_errors))
-        # Tools that look at the signature see the original's.
-        self.set(path, module, FORWARD, update_wrapper(forward, found or module.forward))
+        ours = set_method(module, FORWARD, partial(run, module))
+        self._changes.append(Change(path, module, FORWARD, ours.args[-1], ours))
 
     def watch_above(self, model: nn.Module) -> None:
         """Let regions bring back what the modules that contain them hold: a layer may count there as well."""
         for change in self._changes:
             if isinstance(change.ours, ModuleState):
                 change.ours.above = _modules_above(model, change.path)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the plan was taken off again, or is not in force yet."""
+        return self._home is None
 
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the patch is removed, by whomever."""
@@ -183,28 +196,19 @@ class StackPatch:
         self._hook = owner.register_forward_pre_hook(partial(_before_forward, self), with_kwargs=True)
 
     def remove(self) -> None:
-        """Put back what was found."""
-        for change in reversed(self._changes):
-            change.undo()
-        self._changes.clear()
-        for undo in self._on_remove:
-            undo()
-        self._on_remove.clear()
-        if self._hook is not None:
-            self._hook.remove()
+        """Put back what was found, all of it: errors of single undos are raised in the end."""
+        undos: list[Callable[[], object]] = [change.undo for change in reversed(self._changes)]
+        # Not by `on_remove`, which another plan would take over.
+        ends = [self._hook, self.segment_hooks, *self.hooks]
+        undos += [*self._on_remove, *(end.remove for end in ends if end is not None)]
         if self.cache_check is not None:
-            # Not by `on_remove`: another plan would take that over.
-            self.cache_check.remove()
-        if self.segment_hooks is not None:
-            self.segment_hooks.remove()
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-        for offloader in self.offloaders:
-            offloader.close()
+            undos.append(self.cache_check.end)
+        undos += [offloader.close for offloader in self.offloaders]
         if self._home is not None:
-            delattr(self._home, HANDLE)
+            undos.append(partial(delattr, self._home, HANDLE))
+        self._changes, self._on_remove, self.hooks = [], [], []
         self._home = self._hook = self.train_call = None
+        run_all(undos)
 
     def remove_if_over(self) -> bool:
         """Put back what was found, in all stacks of the model, if an exception has ended the run that it was set for.
@@ -214,8 +218,7 @@ class StackPatch:
         if self.train_call is None or self.train_call.is_running():
             return False
         logger.info(LEFTOVER)
-        for patch in reversed(self.siblings):
-            patch.remove()
+        run_all(patch.remove for patch in reversed(self.siblings))
         return True
 
     def refuse_cache(self, arguments: Iterable[object]) -> None:
@@ -359,6 +362,9 @@ def runs_seam(module: nn.Module) -> bool:
 def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
     if kwargs is None or torch.compiler.is_compiling() or patch.remove_if_over() or not owner.training:
+        return
+    if patch.is_removed:
+        # Somebody has kept the hooks, and put them back.
         return
     if torch.is_grad_enabled():
         patch.refuse_cache((*args, *kwargs.values()))

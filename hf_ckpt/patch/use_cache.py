@@ -134,6 +134,8 @@ def _without_cache(
     asked = given(_NAME)
     check.enter(module, asked)
     if asked is not None:
+        if asked:
+            check.tell_of_empty_cache()
         return None
     position_ids, attention_mask = map(given, _PACKED)
     # Positions that begin anew: transformers keeps the rows apart only where there is no cache (`masking_utils`).
@@ -162,25 +164,35 @@ class SharedIndexCheck:
         """Whether other plans may take this one's place: all have to give the same bits, which a cache may change."""
         self._stacks = stacks
         self._drops_cache = drops_cache
-        self._is_done = False
+        self._is_done = self._is_over = False
         self._handles: list[RemovableHandle] = []
         # The models that run now, as each makes a cache of its own, and which module of which layer has run, by what
         # tells its place in that cache.
         self._running: list[tuple[nn.Module, dict[object, list[tuple[nn.Module, nn.Module]]]]] = []
         self.values: Mapping[int, object] = {}
         """Of `use_cache` without the plan, by the id of the config, where it is not what the config has."""
-        self.has_told = False
-        """Whether something was said of packed rows."""
+        self.has_told = self.has_told_of_cache = False
+        """Whether something was said of packed rows, and of a cache that comes back empty."""
 
     @property
     def leaves_cache(self) -> bool:
         """Whether forwards are to make a cache as they do without the plan."""
-        return self._does_nothing and not self.is_on_ladder
+        return self._is_over or (self._does_nothing and not self.is_on_ladder)
 
     def is_on_without_plan(self, module: nn.Module) -> bool:
         """Whether the model would make a cache if there were no plan, and nobody asks."""
         config: Any = module.config
         return bool(self.values.get(id(config), getattr(config, _NAME)))
+
+    def tell_of_empty_cache(self) -> None:
+        """Say once that a cache which is asked for comes back empty: recomputed layers can neither read nor fill it."""
+        if self._drops_cache and not self.has_told_of_cache and not torch.compiler.is_compiling():
+            self.has_told_of_cache = True
+            logger.warning(
+                "use_cache=True is asked for in a training forward, but layers that recompute their attention put no "
+                'keys and values into the cache: it comes back empty there. Use mode "none" or "ffn" where a loss '
+                "reads it, or leave use_cache out."
+            )
 
     def tell_of_packed_rows(self, position_ids: Any) -> None:
         """Say once what becomes of rows in one: a forward with a cache has come, without a mask."""
@@ -225,6 +237,11 @@ class SharedIndexCheck:
         if not self._running:
             self._is_done = True
             self.remove()
+
+    def end(self) -> None:
+        """The plan is taken off."""
+        self._is_over = True
+        self.remove()
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -184,6 +185,11 @@ class Plan:
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that are equal for equal plans."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        # Policy "auto" asks for it in each forward.
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def count(self, mode: Mode) -> int:

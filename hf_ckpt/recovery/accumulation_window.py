@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.ladder import Size
 from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.regions.execution_state import RandomState
 
@@ -310,7 +311,7 @@ class MicroBatch:
     def __post_init__(self) -> None:
         named = list(nested_named_tensors(self.call.inputs))
         self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
-        self.size = sum(tensor.nbytes for _, tensor in named)
+        self.size = Size.of(named)
         # A step may take entries out of what it is given.
         self._inputs = copy.copy(self.call.inputs)
 

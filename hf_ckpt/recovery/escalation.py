@@ -17,7 +17,7 @@ from torch import nn
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.recovery.ladder import Ladder, Rung, leanest_rung, next_rung
+from hf_ckpt.recovery.ladder import Ladder, Rung, Size, leanest_rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Part, allocated_bytes, attempt, release_memory
 from hf_ckpt.upstream.torch import hidden_from_modes
 
@@ -45,8 +45,8 @@ class Failed:
     failure: Failure
     step: int
     """Its number, from 1."""
-    size: int
-    """Bytes of the batch's inputs."""
+    size: Size
+    """Of the batch."""
     inputs: str
     """Their shapes."""
     batch: Batch | None = None

@@ -25,6 +25,7 @@ from hf_ckpt.recovery.accumulation_window import TrainerCall, describe_inputs
 from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.out_of_memory import attempt
 from hf_ckpt.recovery.training_step import TrainingSteps
+from hf_ckpt.trainer.folders import checkpoint_folder, output_folder
 from hf_ckpt.trainer.saved_files import write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import counted
@@ -75,8 +76,8 @@ class EndingPart:
 
 def newest_checkpoint(trainer: Any) -> str:
     """Return what a run that has ended can go on from, in words."""
-    step, folder = int(trainer.state.global_step), trainer.args.output_dir
-    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None  # type: ignore[no-untyped-call]
+    step, folder = int(trainer.state.global_step), output_folder(trainer.args)
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None  # type: ignore[no-untyped-call]
     if last is None or not (Path(last) / _STATE_FILE).is_file():
         return f"There is no checkpoint to go on from: {_lost(step)}."
     return f"The newest complete checkpoint is {last}: {_lost(step - int(last.rpartition('-')[2]))}."
@@ -126,10 +127,9 @@ class CleanEnd:
 
     def _where(self, *, is_written: bool) -> str:
         """Return what to go on from, in words; written, where that can be."""
-        step = int(self._trainer.state.global_step)
         fault = ""
         if is_written:
-            folder = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
+            folder = checkpoint_folder(self._trainer.args, self._trainer.state)
             fault = self._written_by_first(folder)
             if not fault:
                 return f"Nothing is lost: {folder} holds the state before this step."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.checks import check_exact
@@ -44,6 +44,45 @@ class Rung:
     plan: Plan
     change: str = ""
     is_exact: bool = True
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a batch, by the shapes of its tensors: of each its name, its elements, and these times its longest dimension.
+
+    Memory grows with the elements and, where attention keeps its scores, with the latter. Bytes would not tell few
+    long rows from many short ones, and would tell two dtypes of one text apart.
+    """
+
+    tensors: tuple[tuple[str, int, int], ...] = ()
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> Size:
+        """Return the size of a batch with these tensors."""
+        return cls(tuple((name, each.numel(), each.numel() * max(each.shape, default=1)) for name, each in named))
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        """What orders sizes among each other."""
+        return tuple(map(sum, zip(*(numbers for _, *numbers in self.tensors), strict=True)))
+
+    def is_within(self, other: Size, share: float = 0.0) -> bool:
+        """Whether another batch has all these tensors, as large or larger: as large as they are without a share."""
+        return all(
+            (1 - share) * mine <= its for numbers in self._beside(other) for mine, its in zip(*numbers, strict=True)
+        )
+
+    def is_below(self, other: Size, share: float) -> bool:
+        """Whether another batch has all these tensors, none smaller, and more elements without a share of them."""
+        others = [each for each in self._beside(other) if each[0] != each[1]]
+        are_none_larger = all(mine <= its for numbers in others for mine, its in zip(*numbers, strict=True))
+        return are_none_larger and sum(mine[0] for mine, _ in others) < (1 - share) * sum(its[0] for _, its in others)
+
+    def _beside(self, other: Size) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+        """Yield the numbers of each tensor and those of the other batch's; fewer than none of one that it has not."""
+        there = {name: (elements, pairs) for name, elements, pairs in other.tensors}
+        for name, elements, pairs in self.tensors:
+            yield (elements, pairs), there.get(name, (-1, -1))
 
 
 class Room:
@@ -126,17 +165,17 @@ class Ladder:
         self._quiet_steps = quiet_steps
         self._room = room
         self._steps_since = 0
-        self._failed: dict[int, int] = {}
-        """By level, the size of the smallest batch that it failed for, less what was missing."""
+        self._failed: dict[int, list[tuple[Size, float]]] = {}
+        """By level, the batches that it failed for, and the shares of them that were missing."""
         self._failed_bytes: int | None = None
         """Predicted need of the smallest step that failed, less what was missing."""
-        self._cleared: dict[int, int] = {}
-        """By level, the size of the largest batch that it runs again."""
-        self._batches: dict[int, Batch | None] = {}
+        self._cleared: dict[int, list[Size] | None] = {}
+        """By level, what it runs again: batches within one of these; None where all that are smaller than failed."""
+        self._batches: dict[Size, Batch | None] = {}
         """Those since the first failure, by size."""
-        self._ran: dict[int, int] = {}
+        self._ran: dict[int, Size] = {}
         """By level, the size of the largest batch since the last look."""
-        self._needed: dict[int, dict[int, int]] = {}
+        self._needed: dict[int, dict[Size, int]] = {}
         """By level, what batches of some sizes are predicted to need."""
 
     @property
@@ -146,7 +185,7 @@ class Ladder:
 
     def fail(
         self,
-        size: int,
+        size: Size,
         next_rung: Callable[[Plan], Rung | None],
         *,
         batch: Batch | None = None,
@@ -157,7 +196,7 @@ class Ladder:
         """Note that the rung in force failed for a batch, and stand on the next one. Returns whether there is one.
 
         Args:
-            size: of the batch, in bytes of its inputs.
+            size: of the batch.
             next_rung: makes the rung after a plan.
             batch: the same, to be simulated.
             of_step: share of what the step needed that was missing.
@@ -167,10 +206,9 @@ class Ladder:
         if (needed := self._room.needed(self.rung.plan, batch)) is not None:
             needed = int((1 - of_step) * needed)
             self._failed_bytes = min(needed, self._failed_bytes or needed)
-        size = int((1 - of_batch) * size)
         for level in range(self.level + 1):
             # What needs more memory would have failed too.
-            self._failed[level] = min(size, self._failed.get(level, size))
+            self._failed.setdefault(level, []).append((size, of_batch))
             self._cleared.pop(level, None)
         self._begin_look()
         leanest = len(self.rungs) - 1
@@ -183,12 +221,12 @@ class Ladder:
         self.level = len(self.rungs) - 1 if to_leanest else self.level + 1
         return True
 
-    def passed(self, size: int, batch: Batch | None = None) -> None:
+    def passed(self, size: Size, batch: Batch | None = None) -> None:
         """A batch has run through."""
         # Until something fails nothing is noted.
         if self._failed:
             self._batches[size] = batch
-            self._ran[self.level] = max(size, self._ran.get(self.level, 0))
+            self._ran[self.level] = max(size, self._ran.get(self.level, size), key=lambda each: each.total)
 
     def end_step(self) -> None:
         """A step has ended."""
@@ -199,10 +237,16 @@ class Ladder:
             self._clear()
             self._begin_look()
 
-    def level_for(self, size: int) -> int:
+    def level_for(self, size: Size) -> int:
         """Return the rung for a batch: the first that is cleared for one as large, or else the leanest."""
         leanest = len(self.rungs) - 1
-        return next((level for level in range(leanest) if size <= self._cleared.get(level, -1)), leanest)
+        return next((level for level in range(leanest) if self._is_cleared(level, size)), leanest)
+
+    def _is_cleared(self, level: int, size: Size) -> bool:
+        cleared = self._cleared.get(level, [])
+        if cleared is None:
+            return all(size.is_below(failed, share) for failed, share in self._failed[level])
+        return any(map(size.is_within, cleared))
 
     def _begin_look(self) -> None:
         self._steps_since = 0
@@ -210,29 +254,32 @@ class Ladder:
         self._room.begin_window(rung.plan for rung in self.rungs)
 
     def _clear(self) -> None:
-        """Find, for each rung but the leanest, up to which size it may run again."""
+        """Find, for each rung but the leanest, which batches it may run again."""
         ran = [(self.rungs[level].plan, self._batches.get(size)) for level, size in self._ran.items()]
         room = self._room.bytes(self._failed_bytes, ran)
-        below = -1
+        known: list[Size] = []
         for level in range(len(self.rungs) - 1):
-            fitting = [self._failed[level] - 1] if room is None else self._fitting(level, room, above=below)
-            below = max([below, *fitting])
-            self._cleared[level] = below
+            if room is not None:
+                known += self._fitting(level, room, without=known)
+            self._cleared[level] = None if room is None else [*known]
 
-    def _fitting(self, level: int, room: int, *, above: int) -> list[int]:
-        """Return the sizes of batches, of those so far and above a size, for which there is room under a rung."""
-        sizes = sorted(size for size in self._batches if above < size < self._failed[level])
+    def _fitting(self, level: int, room: int, *, without: Sequence[Size]) -> list[Size]:
+        """Return the sizes of batches, of those so far and without some, for which there is room under a rung."""
+        failed = self._failed[level]
+        sizes = [size for size in self._batches if not any(map(size.is_within, without))]
+        sizes = [size for size in sizes if not any(each.is_within(size, share) for each, share in failed)]
+        sizes.sort(key=lambda size: size.total)
         # The largest first: if it fits, so do the others.
         if sizes and not self._fits(level, room, sizes[-1]):
             fits = partial(self._fits, level, room)
             del sizes[bisect_left(sizes, True, key=lambda size: not fits(size)) :]
         return sizes
 
-    def _fits(self, level: int, room: int, size: int) -> bool:
+    def _fits(self, level: int, room: int, size: Size) -> bool:
         known = self._needed.setdefault(level, {})
-        if any(size <= other and needed <= room for other, needed in known.items()):
+        if any(needed <= room and size.is_within(other) for other, needed in known.items()):
             return True
-        if any(size >= other and needed > room for other, needed in known.items()):
+        if any(needed > room and other.is_within(size) for other, needed in known.items()):
             return False
         needed = self._room.needed(self.rungs[level].plan, self._batches[size])
         if needed is None:
@@ -246,9 +293,15 @@ class Ladder:
         return {
             "rungs": [[rung.plan.to_json(), rung.change, rung.is_exact] for rung in self.rungs],
             "level": self.level,
-            "failed": [list(each) for each in self._failed.items()],
+            "failed": [
+                [level, [[list(size.tensors), share] for size, share in failed]]
+                for level, failed in self._failed.items()
+            ],
             "failed_bytes": self._failed_bytes,
-            "cleared": [list(each) for each in self._cleared.items()],
+            "cleared": [
+                [level, None if sizes is None else [list(size.tensors) for size in sizes]]
+                for level, sizes in self._cleared.items()
+            ],
             "steps_since": self._steps_since,
         }
 
@@ -257,10 +310,16 @@ class Ladder:
         rungs = [Rung(Plan.from_json(text), change, is_exact) for text, change, is_exact in document["rungs"]]
         if rungs[0].plan != self.rungs[0].plan:
             return False
-        self._failed, self._cleared = (dict(map(tuple, document[name])) for name in ("failed", "cleared"))
+        failed = {level: [(_size(each), share) for each, share in found] for level, found in document["failed"]}
+        cleared = {level: None if sizes is None else list(map(_size, sizes)) for level, sizes in document["cleared"]}
+        self._failed, self._cleared = failed, cleared
         self._failed_bytes, self._steps_since = document["failed_bytes"], document["steps_since"]
         self.rungs, self.level = rungs, document["level"]
         return True
+
+
+def _size(tensors: list[list[Any]]) -> Size:
+    return Size(tuple((name, elements, pairs) for name, elements, pairs in tensors))
 
 
 # --- Leaner plans. ---

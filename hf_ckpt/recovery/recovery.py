@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import OutOfMemoryError, PolicyError
+from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
 from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
@@ -162,9 +163,8 @@ class Recovery:
 
     def stop(self) -> None:
         """Take all methods back; a second call does nothing."""
-        for undo in reversed(self._undos):
-            undo()
-        self._undos.clear()
+        undos, self._undos = self._undos, []
+        run_all(reversed(undos))
 
     def run(self, name: str, call: TrainerCall) -> Any:
         """Run a method of the Trainer, and return what it returns."""
@@ -270,7 +270,10 @@ def begin(
     """
     why = why_not(trainer, args, planning)
     if why is not None and args.process_index == 0:
-        logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
+        then = "Running out of memory ends the run."
+        if args.auto_find_batch_size:
+            then = "Where memory runs out, the Trainer begins again at its first step, with fewer rows."
+        logger.info('on_oom="escalate" is not in force here: %s. %s', why, then)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
     if why is None or (ends_others and not args.auto_find_batch_size):
         return Recovery(trainer, run, announce, planning, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
@@ -296,12 +299,8 @@ def _stopped() -> Recovery:
 
 
 def _set_method(recovery: Recovery, owner: object, name: str) -> Callable[[], None]:
-    """Let a method of an object run through a recovery, and return what puts back what was there."""
-    found = vars(owner).get(name)
-    ours = partial(_call, recovery, owner, name, found)
-    # A scheduler of torch looks for a mark on the step of its optimizer.
-    setattr(owner, name, update_wrapper(ours, getattr(owner, name)))
-    return partial(_put_back, owner, name, found, ours)
+    """Let a method of an object run through a recovery, and return what takes that off."""
+    return partial(take_off, owner, name, set_method(owner, name, partial(_call, recovery, owner, name)))
 
 
 def _call(
@@ -312,13 +311,3 @@ def _call(
         recovery.stop()
         return call()
     return recovery.run(name, call)
-
-
-def _put_back(owner: object, name: str, found: object, ours: object) -> None:
-    if vars(owner).get(name) is not ours:
-        # Whoever put another one over ours knows what to put back.
-        return
-    if found is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, found)

@@ -8,6 +8,9 @@ Operators that fake CPU tensors lack are replaced here too. Knows operators, and
 
 from __future__ import annotations
 
+import linecache
+import os
+import traceback
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -155,13 +158,18 @@ RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, Lo
 
 
 def to_unsupported_error(
-    error: Exception, module: str, inputs: Sequence[str] = ("input_ids", "labels"), unknown: Sequence[str] = ()
+    error: Exception,
+    module: str,
+    inputs: Sequence[str] = ("input_ids", "labels"),
+    unknown: Sequence[str] = (),
+    outside: str = "The model",
 ) -> UnsupportedError | None:
     """Translate an error of a simulated step for a user; None where the error itself says what is wrong.
 
-    `module` is the innermost one that ran, `inputs` are what the model was given, `unknown` those without values.
+    `module` is the innermost one that ran, `outside` is what runs where none does, `inputs` are what the model was
+    given, `unknown` those without values.
     """
-    where = f'Module "{module}"' if module else "The model"
+    where = f'Module "{module}"' if module else outside
     if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):
         return UnsupportedError(
             f"{where} cannot be simulated: it computes with a sparse tensor, whose memory cannot be followed. Measure "
@@ -169,17 +177,39 @@ def to_unsupported_error(
         )
     if isinstance(error, HFCkptError | torch.OutOfMemoryError):
         return None
+    line, package = raised_at(error)
     if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return UnsupportedError(
             f"{where} cannot be simulated: given {_listed(inputs)}, as a simulated step gives them, it raises "
-            f'{type(error).__name__} "{error}". Measure a step on the device instead, with the inputs that it needs.'
+            f'{type(error).__name__} "{error}"{line}. Measure a step on the device instead, with the inputs that it '
+            "needs."
         )
     of_inputs = f", of {_listed(unknown)} too" if unknown else ""
+    remedy = "Keep the tensor, detached, of what is only noted; or measure a step on the device instead."
+    if package in ("transformers", "peft", "trl"):
+        remedy = (
+            "Measure a step on the device instead, or choose an implementation with fixed shapes where the model has "
+            'one (experts_implementation="grouped_mm").'
+        )
     return UnsupportedError(
-        f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}), and a "
-        f"simulated step has shapes only{of_inputs}. Measure a step on the device instead, or choose an implementation "
-        'with fixed shapes where the model has one (experts_implementation="grouped_mm").'
+        f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}{line}), and "
+        f"a simulated step has shapes only{of_inputs}. {remedy}"
     )
+
+
+_MAX_SHOWN = 100
+
+
+def raised_at(error: BaseException) -> tuple[str, str]:
+    """Return the line that an error comes from, in words, and its package: of whatever called torch or us last."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "hf_ckpt"):
+            file = frame.f_code.co_filename
+            source = linecache.getline(file, line).strip()
+            shown = f": {source:.{_MAX_SHOWN}}" if source else ""
+            return f", in line {line} of {os.path.basename(file)}{shown}", package
+    return "", ""
 
 
 def _listed(names: Sequence[str]) -> str:

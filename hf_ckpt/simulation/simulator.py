@@ -596,7 +596,8 @@ def _explained(tracker: Tracker, step: Step) -> Iterator[None]:
     try:
         yield
     except RAISED_BY_MODELS as error:
-        unsupported = to_unsupported_error(error, tracker.module, named, unknown)
+        outside = "The model" if step.loss is None else step.loss.name
+        unsupported = to_unsupported_error(error, tracker.module, named, unknown, outside)
         if unsupported is None:
             raise
         raise unsupported from error

@@ -81,6 +81,10 @@ class OwnLoss(Protocol):
     """A loss that is computed by more than the model's own forward: by a Trainer, which may ask other models too."""
 
     @property
+    def name(self) -> str:
+        """The method that computes it."""
+
+    @property
     def others(self) -> Mapping[str, nn.Module]:
         """The models on the device besides the trained one, on `meta`, by any names."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import partial, partialmethod
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,30 @@ from torch import Tensor, nn
 from hf_ckpt.upstream.peft import MODEL_CONFIGS
 from hf_ckpt.upstream.torch import COMPILED_INSIDE, FSDP_WRAPPED
 
+Noted = TypeVar("Noted")
+
 _AROUND = ("base_layer", "original_module", FSDP_WRAPPED)
 _PLAIN = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, partial, partialmethod, type)
 """What a class may hold as it is; whatever else has a `__get__` computes something."""
+
+
+class ByModel(Generic[Noted]):
+    """What was noted of models before engines came to them, for as long as they are there. Copies begin empty."""
+
+    def __init__(self) -> None:
+        self._noted: WeakKeyDictionary[nn.Module, Noted] = WeakKeyDictionary()
+
+    def note(self, model: nn.Module, what: Noted) -> None:
+        """Note something of a model, in place of what there was."""
+        self._noted[model] = what
+
+    def of(self, model: nn.Module) -> Noted | None:
+        """Return what was noted of a model, or of one that an engine has wrapped in it; None without that."""
+        return next((self._noted[each] for each in model.modules() if each in self._noted), None)
+
+    def __reduce__(self) -> tuple[type[ByModel[Noted]], tuple[()]]:
+        # A search with ray pickles the Trainer.
+        return ByModel, ()
 
 
 def stored(owner: object, name: str) -> Any:

@@ -69,6 +69,10 @@ class TrainingRun:
         is_on = choose_input_gradients(model, self.applied.stacks, input_require_grads)
         self.applied.on_remove(InputGradients(model, is_on).restore)
 
+    def is_under_way(self) -> bool:
+        """Whether the call of `train()` that this belongs to goes on, further out than the innermost one."""
+        return self._call is not None and self._call.is_running() and not self._call.is_innermost()
+
     def remove_when_interrupted(self) -> None:
         """Have the plan taken off at the next use of the model, should an exception end this call of `train()`."""
         if self._call is not None:

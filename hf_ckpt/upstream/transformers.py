@@ -22,6 +22,9 @@ _feature = partial(Feature, seen="transformers 5.0 to 5.24")
 
 FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
+OTHER_FLAGS = ("grad_checkpointing", "use_gradient_checkpointing", "use_checkpoint", "with_cp")
+"""What modules that have no such seam call theirs: timm and open_clip, DiffSynth, Swin and MONAI, mmcv. diffusers has
+transformers' flag, on the modules around its layers."""
 FORWARD = "forward"
 
 with _feature(
@@ -162,6 +165,16 @@ def save_rng_state(trainer: Any) -> Any:
     """Return the Trainer's method that saves the states of generators into a folder."""
     return trainer._save_rng_state
 
+
+_FOLDERS = _feature(
+    "Checkpoints of the trials of a search",
+    instead="They are looked for in output_dir itself.",
+    of="transformers.trainer",
+)
+OUTPUT_FOLDER = _FOLDERS.attribute("_get_output_dir")
+"""The Trainer's method that gives the folder of a trial."""
+SAVE_MODEL = "save_model"
+"""The Trainer's method for checkpoints (`_internal_call`) and for users."""
 
 _ZERO3 = _feature(
     "Making a model on one process under ZeRO-3",

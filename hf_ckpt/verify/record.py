@@ -118,6 +118,7 @@ class Record:
     callback_faults: list[str] = field(default_factory=list)
     micro_batches: list[RecordedMicroBatch] = field(default_factory=list)
     num_steps: int = 0
+    num_recovered: int = 0  # steps that ran again under a leaner plan, as memory had run out
     trainable: tuple[str, ...] = ()
     on_other_ranks: frozenset[str] = frozenset()  # trainable, but FSDP1 left no part of them to this process
     tensors_before: dict[str, str] = field(default_factory=dict)
@@ -232,9 +233,10 @@ class Recorder:
         self._handles.clear()
 
     @contextmanager
-    def step(self) -> Iterator[RecordedMicroBatch]:
-        """Record what happens inside the block as one more micro-batch."""
+    def step(self, number: int) -> Iterator[RecordedMicroBatch]:
+        """Record what happens inside the block as the micro-batch with this number; it and later ones are forgotten."""
         self._micro_batch = RecordedMicroBatch()
+        del self._record.micro_batches[number:]
         self._record.micro_batches.append(self._micro_batch)
         self._forward_states.clear()
         self._running.clear()

@@ -50,6 +50,8 @@ _MAX_ITEMS = 10_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NEVER_STATE = (torch.dtype, torch.device, types.ModuleType, type)
 
+_RECOVERED = "Memory ran out, and the run went on under a leaner plan: what ran before that ran again."
+
 # --- Forward counts against the policy: what ran again in backward, and what did not. ---
 
 
@@ -62,6 +64,8 @@ def check_counts(reference: Record, planned: Record) -> Check:
             f"Without the plan, {_modules(list(reference.recomputations))} ran again in backward all the same: "
             "something else than the plan checkpoints the model. Turn it off.",
         )
+    if planned.num_recovered:
+        return Check(FORWARDS, "skip", _RECOVERED)
     if planned.expected_plan != planned.plan:
         return Check(FORWARDS, "fail", "The plan in force was not the one that the policy means.")
     if planned.failure is not None:
@@ -85,6 +89,8 @@ def check_counts(reference: Record, planned: Record) -> Check:
 
 def check_in_force(planned: Record) -> Check:
     """Check that what the plan put onto layers and parts stood there in every forward."""
+    if planned.num_recovered:
+        return Check(IN_FORCE, "skip", _RECOVERED)
     if planned.replaced:
         path, what = next(iter(planned.replaced.items()))
         return Check(
@@ -351,6 +357,8 @@ def check_hooks(trials: Trials) -> Check:
         if reference.change == repeated.change != planned.change
     ]
     figures = {"num_hooks": len(hooks), "num_run_again": len(twice)}
+    if wrong and trials.planned.num_recovered:
+        return Check(name, "skip", f"{_RECOVERED} So hooks ran more often, and left other values behind.", figures)
     if wrong:
         reference, planned = wrong[0]
         more = f", and so do {len(wrong) - 1} more" if len(wrong) > 1 else ""

@@ -46,6 +46,7 @@ from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING, Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recovery.accumulation_window import nested_named_tensors
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.upstream.accelerate import shared_state
@@ -196,6 +197,8 @@ class _Trial:
         self.watch = watch
         self.model: Any = inputs.build(self.args.seed)
         self._is_begun = False
+        self._begun: tuple[int, int, list[list[int]]] = -1, 0, []
+        """Steps that were done, micro-batches before them, and the tensors of those that have begun since."""
         if not inputs.recipe.kind.of_trl:
             self.begin(self.model)
 
@@ -233,6 +236,7 @@ class _Trial:
         self.recorder.stop()
         if self.callback is not None:
             self.record.plan, self.record.callback_faults = self.callback.plan, self.callback.faults
+            self.record.num_recovered = int(self.callback.report().get("ckpt/oom_recovered", 0))
         self.record.hooks = self.user_hooks.finish(self.record.recomputations)
         if self.record.failure is None and trainer is not None:
             self._finish(trainer)
@@ -264,13 +268,29 @@ class _Trial:
         error.__traceback__ = None
 
     def start_training(self, trainer: RecordingTrainer) -> None:
-        """Place hooks and note weights, once engine and plan are in place."""
+        """Place hooks and note weights, once engine and plan are in place; a second call does nothing."""
+        if self.record.engine:
+            return
         self.record.engine = engine_of(trainer.model_wrapped)
         self._note_head()
         self.record.trainable = tuple(name for name, p in parameters_of(self.model) if p.requires_grad)
         self.record.on_other_ranks = frozenset(name for name, p in parameters_of(self.model) if not p.numel())
         self.record.tensors_before = _digests(self.model)
         self.recorder.start()
+
+    def number_of(self, inputs: Any, num_steps: int) -> int:
+        """Return the number of a micro-batch: that of its first run where it runs again, as memory has run out.
+
+        Not kept on the Trainer, whose attributes are brought back then.
+        """
+        if num_steps != self._begun[0]:
+            self._begun = num_steps, len(self.record.micro_batches), []
+        _, first, batches = self._begun
+        tensors = [id(tensor) for _, tensor in nested_named_tensors(inputs)]
+        if tensors in batches:
+            del batches[batches.index(tensors) :]
+        batches.append(tensors)
+        return first + len(batches) - 1
 
     def _note_head(self) -> None:
         plan = self.record.expected_plan
@@ -342,7 +362,6 @@ class RecordingTrainer(Trainer):
     """
 
     _recorded_by: _Trial
-    _is_started = False
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and give back the FSDP plugin that it dropped on a CPU."""
@@ -359,10 +378,9 @@ class RecordingTrainer(Trainer):
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own step and record it."""
         trial = self._recorded_by
-        if not self._is_started:
-            trial.start_training(self)
-            self._is_started = True
-        with trial.recorder.step() as micro, self._watched():
+        trial.start_training(self)
+        inputs = args[0] if args else kwargs["inputs"]
+        with trial.recorder.step(trial.number_of(inputs, self.state.global_step)) as micro, self._watched():
             loss: Tensor = super().training_step(model, *args, **kwargs)
         micro.loss = loss.item()
         micro.random_state = random_state_digests()

@@ -271,6 +271,36 @@ def test_smallest_budget_that_cannot_hold_says_what_would(tmp_path: Path) -> Non
     assert "_hf_ckpt_applied" not in vars(model.model.layers)
 
 
+def test_batches_that_a_larger_one_holds_are_asked_for_no_more(tmp_path: Path) -> None:
+    callback = HFCkptCallback("auto", memory_budget="1GiB")
+    given = {"data": Stream((8, 12, 20, 40)), "per_device_train_batch_size": 1, "max_steps": 4}
+    run(llama(num_hidden_layers=1), tmp_path, callback, **given)
+    assert callback._planning is not None
+    asked = [[(each.rows, each.length) for each in batches] for batches in callback._planning._fitting.values()]
+    assert asked == [[(1, 40)]]
+
+
+@pytest.mark.parametrize("data", [None, Stream((LONGEST,) * 8)], ids=["known lengths", "a stream"])
+@pytest.mark.sweep(keep=2)
+def test_a_budget_that_does_not_hold_the_batch_lets_the_trainer_find_a_smaller_one(
+    data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Between what two rows need in full and three.
+    two, three = (simulate_step(llama(), "full", step(rows=rows), CPU).peak_bytes for rows in (2, 3))
+    given = {"data": data, "auto_find_batch_size": True, "per_device_train_batch_size": 3, "max_steps": 1}
+    callback = HFCkptCallback("auto", memory_budget=f"{(2 * two + three) // 3}B", tiles=1, head="plain")
+    with caplog.at_level(logging.INFO, "hf_ckpt"):
+        trainer = run(llama(), tmp_path, callback, **given)
+    assert trainer._train_batch_size == 2
+    (told,) = [text for text in caplog.messages if "auto_find_batch_size tries fewer rows" in text]
+    assert "No plan fits memory_budget=" in told
+    assert not any("ends the run" in text for text in caplog.messages)
+    assert "the Trainer begins again at its first step, with fewer rows" in caplog.text
+    # With one row there is nothing left to try.
+    with pytest.raises(BudgetError, match="No plan fits"):
+        run(llama(), tmp_path, HFCkptCallback("auto", memory_budget="10kB"), **given)
+
+
 def test_evaluation_beyond_the_budget_is_told_with_a_batch_size_that_fits(tmp_path: Path) -> None:
     callback = HFCkptCallback("auto", memory_budget="2MB", max_length=16)
     with pytest.warns(

@@ -181,6 +181,84 @@ def test_tensors_that_come_after_the_first_step_are_named(tmp_path: Path, caplog
     )
 
 
+class Looks(Asks):
+    """Looks at one number of its loss."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        self.look(loss if isinstance(loss, Tensor) else loss[0])  # type: ignore[attr-defined]  # set by the test
+        return loss
+
+
+def _as_float(loss: Tensor) -> object:
+    return float(loss.detach())
+
+
+def _asks_for_nan(loss: Tensor) -> object:
+    return "bad" if torch.isnan(loss) else "good"
+
+
+def _decides(loss: Tensor) -> object:
+    return loss.item() > 3
+
+
+def _as_array(loss: Tensor) -> object:
+    return loss.detach().numpy()
+
+
+@pytest.mark.parametrize(
+    ("look", "line"),
+    [
+        (_as_float, "(aten._local_scalar_dense.default, in line {} of test_other_models.py: return float(loss"),
+        (_asks_for_nan, "(aten._local_scalar_dense.default, in line {} of test_other_models.py: return "),
+        (_decides, '"it decides by a number that depends on the weights", in line {} of test_other_models.py: return'),
+        (_as_array, ", in line {} of test_other_models.py: return loss.detach().numpy()"),
+    ],
+)
+@pytest.mark.sweep(keep=2)
+def test_a_loss_that_looks_at_a_number_is_the_reason_and_not_its_teacher(
+    look: Callable[[Tensor], object], line: str, tmp_path: Path
+) -> None:
+    run, _ = run_of(tmp_path, kind=Looks)
+    run.look, run.teacher = look, teacher()  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError) as raised:
+        run.train()
+    told = str(raised.value)
+    assert told.partition("Looks.compute_loss cannot be simulated")[1]
+    assert line.format(look.__code__.co_firstlineno + 1) in told
+    assert (
+        told.index("compute_loss")
+        < told.index("Without the Trainer's own loss the run is refused")
+        < told.index("Looks.teacher (LlamaForCausalLM")
+    )
+
+
+@pytest.mark.parametrize("look", [lambda loss: f"{loss.item():.3f}", lambda loss: loss.item() * 2, str])
+def test_a_number_that_is_only_shown_is_simulated(
+    look: Callable[[Tensor], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _ = run_of(tmp_path, kind=Looks)
+    run.look, run.teacher = look, teacher()  # type: ignore[attr-defined]
+    with caplog.at_level(logging.INFO, "hf_ckpt"):
+        run.train()
+    assert "Looks.compute_loss; AdamW; one process. Not counted: nothing" in caplog.text
+
+
+def test_a_hook_that_looks_at_a_number_of_a_dense_model_gets_no_advice_on_experts(tmp_path: Path) -> None:
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(output.mean().item())
+
+    seen: list[float] = []
+    run, _ = run_of(tmp_path)
+    run.model.model.layers[0].mlp.register_forward_hook(look)
+    with pytest.raises(UnsupportedError) as raised:
+        run.train()
+    line = look.__code__.co_firstlineno + 1
+    assert f"in line {line} of test_other_models.py: seen.append(output.mean().item())" in str(raised.value)
+    assert "experts" not in str(raised.value)
+    assert "Keep the tensor, detached, of what is only noted" in str(raised.value)
+
+
 class Draws(Trainer):
     """Draws from each generator."""
 

@@ -38,7 +38,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
 from tests import zoo
-from tests.training import LENGTH, VOCAB, arguments, changed, llama, lora, rows, weights
+from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
 
 pytestmark = pytest.mark.slow
 
@@ -352,6 +352,32 @@ class Embeds(Trainer):
 )
 def test_step_that_is_not_the_simulated_one_is_refused(tmp_path: Path, kind: type[Trainer], message: str) -> None:
     assert message in refusal(llama(num_hidden_layers=1), tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *("on_train_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
+        *("on_step_end", "on_log"),
+    ],
+)
+@pytest.mark.sweep(keep=3)
+def test_forward_of_a_callback_is_none_of_the_step(tmp_path: Path, event: str) -> None:
+    def look(model: nn.Module) -> None:
+        # Larger than any batch, and with gradients.
+        ids = torch.stack([row["input_ids"] for row in rows(5)])
+        assert model.training
+        model(input_ids=ids, labels=ids)
+
+    found = []
+    for callbacks in ([], [During(event, look)]):
+        callbacks += [HFCkptCallback("auto", memory_budget="1GiB")]
+        args = TrainingArguments(**arguments(tmp_path, gradient_accumulation_steps=2))
+        model = llama(num_hidden_layers=1, attention_dropout=0.0)
+        trainer = Trainer(model, args, train_dataset=rows(), callbacks=callbacks)  # type: ignore[arg-type]  # upstream
+        trainer.train()
+        found.append((losses(trainer), callbacks[-1].planned_for))  # type: ignore[attr-defined]
+    assert found[0] == found[1]
 
 
 def test_step_without_a_forward_is_refused_in_its_first_micro_batch(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
@@ -20,7 +22,7 @@ from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Sharding, Step
 from tests.auto.test_more_than_text import KINDS, Stream, collate, examples, vision_language
 from tests.distributed.runs import Outcome, fresh_accelerate, full_fine_tune, train
-from tests.training import arguments, losses
+from tests.training import During, arguments, losses
 from tests.zoo_tables import LENGTH
 
 ENGINES = ["ddp", "fsdp2"]
@@ -54,12 +56,12 @@ def test_both_ranks_train_under_one_plan_to_the_same_bits(engine: str) -> None:
     assert callback.report()["ckpt/predicted_peak_gib"] > 0
 
 
-def run_with_images(data: Any, callback: HFCkptCallback | None) -> list[float]:
+def run_with_images(data: Any, callback: HFCkptCallback | None, *others: Any) -> list[float]:
     with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
         # The last layer of the images' tower gives the text nothing.
         own = {"remove_unused_columns": False, "ddp_find_unused_parameters": True}
         args = TrainingArguments(**arguments(Path(folder), accelerator_config={"dispatch_batches": False}, **own))
-        callbacks: Any = [] if callback is None else [callback]
+        callbacks: Any = [*others, *([] if callback is None else [callback])]
         trainer = Trainer(vision_language("llava"), args, collate, train_dataset=data, callbacks=callbacks)
         trainer.train()
     return losses(trainer)
@@ -79,6 +81,19 @@ def test_both_ranks_train_on_images_under_one_plan(kind: type) -> None:
     planned_for = callback.planned_for
     assert planned_for is not None
     assert "pixel_values" in planned_for.names
+
+
+@pytest.mark.two("one of two runs a forward alone")
+def test_forward_of_a_callback_on_one_rank_waits_for_nobody() -> None:
+    data = Stream(examples(KINDS["llava"], [(8, 1)] * 8))
+
+    def look(model: nn.Module) -> None:
+        if dist.get_rank() == 0:
+            model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+    beside = During("on_step_end", look)
+    callback = HFCkptCallback("auto", memory_budget="1GiB")
+    assert run_with_images(data, callback, beside) == run_with_images(data, None, beside)
 
 
 def test_budget_that_nothing_fits_ends_both_ranks() -> None:

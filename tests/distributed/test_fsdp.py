@@ -6,7 +6,6 @@ Two processes are in tests/distributed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -198,21 +197,3 @@ def test_parts_as_units_are_accepted() -> None:
     assert isinstance(case.model.model.layers[0].mlp, FSDPModule)
     for policy in POLICIES:
         assert exactness.check(case, policy) == []
-
-
-def test_accelerates_own_checkpointing_gives_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    from tests.training import llama, trainer
-
-    run = trainer(llama(), tmp_path)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
-    monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
-    callback = hf_ckpt.HFCkptCallback("full")
-    run.add_callback(callback)
-    callback.on_init_end(run.args, run.state, run.control, model=run.model)
-    assert plugin.activation_checkpointing is False
-    monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", None)
-    run.train()
-    assert plugin.activation_checkpointing is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,23 @@ def test_cache_that_the_caller_asks_for_is_made() -> None:
         # By position: attention_mask, position_ids, the cache, inputs_embeds, labels, use_cache.
         assert case.model(ids, None, None, None, None, None, True).get(CACHE) is not None
         assert case.model(ids, None, None, None, None, None, None).get(CACHE) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_empty"), [("full", True), ("attention", True), ("segments_2", True), ("ffn", False), ("none", False)]
+)
+def test_a_cache_that_a_plan_empties_is_said_once(
+    policy: str, is_empty: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = caching("llama")
+    with exactness.apply(case.model, policy), caplog.at_level(logging.WARNING, logger="hf_ckpt"):
+        for _ in range(2):
+            output = case.model(**case.inputs, use_cache=True)
+            assert (output[CACHE].get_seq_length() == 0) is is_empty
+        case.model(**case.inputs)
+        case.model.eval()(**case.inputs, use_cache=True)
+    told = [text for text in caplog.messages if "it comes back empty there" in text]
+    assert len(told) == is_empty
 
 
 def test_generation_under_an_applied_plan_in_training_mode_has_its_cache() -> None:

@@ -24,7 +24,7 @@ from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.recovery.escalation import MOST_RERUNS, rung_after, share_of_batch, share_of_layers
-from hf_ckpt.recovery.ladder import Ladder, Room, Rung, leanest_rung, next_rung
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung, Size, leanest_rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
 from hf_ckpt.recovery.recovery import RUNGS_FILE
 from hf_ckpt.regions.offload.transfer import DeviceMemory
@@ -37,6 +37,10 @@ from tests.training import VOCAB, During, arguments, changed, llama, losses, wei
 
 UNKNOWN = Room(None, DevicePeak(torch.device("cpu")))
 """Nothing is predicted."""
+
+
+def row(length: int) -> Size:
+    return Size.of([("input_ids", torch.zeros(1, length))])
 
 
 def rungs(model: nn.Module, policy: Any, *, is_exact: bool = True, drops_offload: bool = False) -> list[Rung]:
@@ -174,11 +178,11 @@ def test_the_last_rerun_leaves_out_rungs_that_are_known() -> None:
     plans = {mode: make_plan(llama(), Policy.parse(mode)) for mode in ("none", "attention", "full")}
     ladder = Ladder(plans["none"], quiet_steps=2, room=UNKNOWN)
     for mode in ("attention", "full"):
-        assert ladder.fail(100, lambda plan, mode=mode: Rung(plans[mode]))
+        assert ladder.fail(row(100), lambda plan, mode=mode: Rung(plans[mode]))
     ladder.level = 0
-    assert ladder.fail(100, lambda plan: None, to_leanest=True)
+    assert ladder.fail(row(100), lambda plan: None, to_leanest=True)
     assert ladder.level == 2
-    assert not ladder.fail(100, lambda plan: None, to_leanest=True)
+    assert not ladder.fail(row(100), lambda plan: None, to_leanest=True)
 
 
 def test_chunked_head_and_tiles_come_last_and_only_where_they_are_allowed() -> None:
@@ -224,19 +228,53 @@ def test_what_failed_for_a_size_is_not_tried_again_for_batches_as_large() -> Non
     plans = {mode: make_plan(llama(), Policy.parse(mode)) for mode in ("none", "attention", "full")}
     ladder = Ladder(plans["none"], quiet_steps=2, room=UNKNOWN)
     order = iter([Rung(plans["attention"]), Rung(plans["full"]), None])
-    assert ladder.fail(100, lambda plan: next(order))
-    assert ladder.fail(300, lambda plan: next(order))
+    assert ladder.fail(row(100), lambda plan: next(order))
+    assert ladder.fail(row(300), lambda plan: next(order))
     # Nothing is faster until it has been quiet; afterwards each size has its plan.
-    assert [ladder.level_for(size) for size in (50, 100, 299, 300)] == [2, 2, 2, 2]
+    assert [ladder.level_for(row(size)) for size in (50, 100, 299, 300)] == [2, 2, 2, 2]
     ladder.end_step()
     ladder.end_step()
-    assert [ladder.level_for(size) for size in (50, 100, 299, 300)] == [0, 1, 1, 2]
-    assert not ladder.fail(400, lambda plan: next(order))
+    assert [ladder.level_for(row(size)) for size in (50, 100, 299, 300)] == [0, 1, 1, 2]
+    assert not ladder.fail(row(400), lambda plan: next(order))
 
     other = Ladder(plans["none"], quiet_steps=2, room=UNKNOWN)
     assert other.resume(json.loads(json.dumps(ladder.to_json())))
-    assert (other.level, other.rungs, other.level_for(50)) == (ladder.level, ladder.rungs, ladder.level_for(50))
+    assert (other.level, other.rungs) == (ladder.level, ladder.rungs)
+    for found in (ladder, other):
+        found.end_step()
+        found.end_step()
+    assert [other.level_for(row(size)) for size in (50, 100, 299, 300)] == [0, 1, 1, 2]
     assert not Ladder(plans["full"], quiet_steps=2, room=UNKNOWN).resume(ladder.to_json())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_batches_are_told_apart_by_shape_and_not_by_bytes(dtype: torch.dtype) -> None:
+    def size(*shape: int, mask: bool = True, images: int = 0) -> Size:
+        tensors = [("input_ids", torch.zeros(shape, dtype=dtype))]
+        tensors += [("attention_mask", torch.ones(shape, dtype=torch.bool))] * mask + [("scale", torch.ones(()))]
+        return Size.of([*tensors, *[("pixel_values", torch.zeros(images, 3, 2, 2))] * bool(images)])
+
+    none, full = (make_plan(llama(), Policy.parse(mode)) for mode in ("none", "full"))
+    ladder = Ladder(none, quiet_steps=1, room=UNKNOWN)
+    assert ladder.fail(size(1, 64), lambda plan: Rung(full))
+    ladder.end_step()
+    # Of as many bytes or more, and less where it counts; of fewer, and more.
+    fast = [size(4, 15), size(1, 63), size(1, 63, mask=False)]
+    lean = [size(1, 64), size(1, 65, mask=False), size(1, 4, images=1), size(5, 16)]
+    assert [ladder.level_for(each) for each in (*fast, *lean)] == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_prediction_for_one_shape_is_not_that_of_another_one_of_as_many_bytes() -> None:
+    none, full = (make_plan(llama(), Policy.parse(mode)) for mode in ("none", "full"))
+    room = PerByte({none: 10, full: 1}, most=500)
+    ladder = Ladder(none, 1, room)
+    assert ladder.fail(Size.of([("input_ids", torch.zeros(1, 128))]), lambda plan: Rung(full), batch=128)  # type: ignore[arg-type]
+    long, short = (Size.of([("input_ids", torch.zeros(shape))]) for shape in ((1, 64), (8, 8)))
+    # A long row needs more of its bytes.
+    ladder.passed(long, 64)  # type: ignore[arg-type]
+    ladder.passed(short, 40)  # type: ignore[arg-type]
+    ladder.end_step()
+    assert [ladder.level_for(each) for each in (long, short)] == [1, 0]
 
 
 class PerByte(Room):
@@ -270,16 +308,16 @@ def test_a_faster_plan_returns_for_batches_that_it_has_room_for() -> None:
         room.asked.clear()
         levels = []
         for size in sizes:
-            ladder.level = ladder.level_for(size)
+            ladder.level = ladder.level_for(row(size))
             levels.append(ladder.level)
-            ladder.passed(size, size)  # type: ignore[arg-type]
+            ladder.passed(row(size), size)  # type: ignore[arg-type]
             ladder.end_step()
         return levels
 
     # Nothing is noted or asked until something fails.
     assert (steps(5, 5), room.asked) == ([0, 0], [])
     # A tenth of 1,000 bytes was missing: there is room for 900.
-    assert ladder.fail(100, lambda plan: next(order), batch=100, of_step=0.1)  # type: ignore[arg-type]
+    assert ladder.fail(row(100), lambda plan: next(order), batch=100, of_step=0.1)  # type: ignore[arg-type]
     assert steps(95, 40) == [1, 1]
     # The largest of these did not fit.
     assert (room.asked, room.ran) == ([95, 40], [(attention, 95)])
@@ -292,12 +330,12 @@ def test_a_faster_plan_returns_for_batches_that_it_has_room_for() -> None:
     assert steps(42, 41, 42, 43) == [0, 0, 0, 1]
     # And on the next rung likewise.
     ladder.level = 1
-    assert ladder.fail(200, lambda plan: next(order), batch=200, of_step=0.1)  # type: ignore[arg-type]
+    assert ladder.fail(row(200), lambda plan: next(order), batch=200, of_step=0.1)  # type: ignore[arg-type]
     assert steps(42, 80, 84, 85, 84, 85) == [2, 2, 2, 2, 1, 2]
     document = json.loads(json.dumps(ladder.to_json()))
     other = Ladder(none, 2, room)
     assert other.resume(document)
-    assert [other.level_for(size) for size in (42, 43, 84, 85)] == [0, 1, 1, 2]
+    assert [other.level_for(row(size)) for size in (42, 43, 84, 85)] == [0, 1, 1, 2]
 
 
 def test_without_a_prediction_as_much_smaller_batches_run_fast_as_was_missing() -> None:
@@ -309,9 +347,9 @@ def test_without_a_prediction_as_much_smaller_batches_run_fast_as_was_missing() 
     assert share_of_batch(failure, None) == share_of_batch(failure, 2**30) == 0
     none, full = (make_plan(llama(), Policy.parse(mode)) for mode in ("none", "full"))
     ladder = Ladder(none, 1, UNKNOWN)
-    assert ladder.fail(100, lambda plan: Rung(full), of_batch=0.1)
+    assert ladder.fail(row(100), lambda plan: Rung(full), of_batch=0.1)
     ladder.end_step()
-    assert [ladder.level_for(size) for size in (1, 89, 90)] == [0, 0, 1]
+    assert [ladder.level_for(row(size)) for size in (1, 89, 90)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("measured", "room"), [(600, 900), (900, 700), (None, 900)])

@@ -142,14 +142,16 @@ def test_what_depends_on_values_is_explained() -> None:
     with pytest.raises(Exception) as caught, FakeTensorMode():  # noqa: PT011 (which type, `to_unsupported_error` decides)
         Chooses()(torch.empty(3))
     explained = to_unsupported_error(caught.value, "model.layers.0.mlp")
+    line = Chooses.forward.__code__.co_firstlineno + 1
     assert str(explained) == (
         'Module "model.layers.0.mlp" cannot be simulated: it reads values of tensors to decide what to compute '
-        "(aten.nonzero.default), and a simulated step has shapes only. Measure a step on the device instead, or choose "
-        'an implementation with fixed shapes where the model has one (experts_implementation="grouped_mm").'
+        f"(aten.nonzero.default, in line {line} of test_constant_folding.py: return inputs[inputs > 0]), and a "
+        "simulated step has shapes only. Keep the tensor, detached, of what is only noted; or measure a step on the "
+        "device instead."
     )
     assert str(to_unsupported_error(caught.value, "")).startswith("The model cannot be simulated: ")
     named = to_unsupported_error(caught.value, "", ["input_ids", "pixel_values"], ["pixel_values"])
-    assert "a simulated step has shapes only, of pixel_values too. Measure" in str(named)
+    assert "a simulated step has shapes only, of pixel_values too. Keep" in str(named)
     raised = to_unsupported_error(ValueError("no"), "", ["input_ids", "labels", "pixel_values"])
     assert "given input_ids, labels and pixel_values, as a simulated step gives them" in str(raised)
     assert 'raises RuntimeError "out of tokens"' in str(to_unsupported_error(RuntimeError("out of tokens"), ""))

@@ -7,10 +7,12 @@ import logging
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError
-from tests import exactness, traces, zoo
+from hf_ckpt.upstream.transformers import FLAG, OTHER_FLAGS
+from tests import exactness, plain_models, traces, zoo
 from tests.exactness import every_kind_of_policy, every_policy
 
 pytestmark = pytest.mark.core
@@ -52,6 +54,58 @@ def test_layers_that_the_plan_leaves_alone_are_not_recomputed_by_transformers() 
     with hf_ckpt.apply(case.model, "full", every_n_layers=2):
         assert exactness.recomputed(case) == [True, False, True, False]
     assert exactness.recomputed(case) == [True] * 4
+
+
+class WithOwnCheckpointing(plain_models.Decoder):
+    """Checkpoints its blocks as libraries of vision do, by a flag on the module around them or on the blocks."""
+
+    def __init__(self, flag: str, *, on_blocks: bool) -> None:
+        super().__init__()
+        self.flag, self.holders = flag, [*self.blocks] if on_blocks else [self]
+        self.switch(on=False)
+
+    def switch(self, *, on: bool) -> None:
+        for holder in self.holders:
+            setattr(holder, self.flag, on)
+
+    def forward(self, hidden: Tensor, **kwargs: object) -> Tensor:
+        hidden = self.embedding(hidden)
+        for block in self.blocks:
+            is_on = getattr(self if self in self.holders else block, self.flag)
+            hidden = checkpoint(block, hidden, use_reentrant=False) if is_on else block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("flag", [FLAG, *OTHER_FLAGS])
+@pytest.mark.parametrize("on_blocks", [True, False])
+@pytest.mark.sweep(keep=4)
+def test_checkpointing_of_other_libraries_is_held_off(flag: str, on_blocks: bool) -> None:
+    torch.manual_seed(0)
+    case = plain_models.case(WithOwnCheckpointing(flag, on_blocks=on_blocks))
+    expected = exactness.step(case)
+    for policy, again in (("none", 0), ("ffn", 0), ("attention", 4), ("full", 4)):
+        for is_early in (True, False):
+            case.model.switch(on=is_early)
+            found = traces.snapshot(case.model)
+            with hf_ckpt.apply(case.model, policy, prove="off"):
+                case.model.switch(on=True)
+                with exactness.counted_entries(case.model) as (_, backward):
+                    assert exactness.differences(expected, exactness.step(case)) == []
+                assert sum(backward[f"blocks.{idx}.attention.query"] for idx in range(4)) == again
+            case.model.zero_grad()
+            assert traces.differences(found, traces.snapshot(case.model)) == []
+
+
+def test_timms_own_checkpointing_is_held_off() -> None:
+    timm = pytest.importorskip("timm", exc_type=ImportError)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, depth=2).train()
+    model.set_grad_checkpointing(True)
+    images = torch.randn(1, 3, 32, 32)
+    for policy, again in (("none", 0), ("ffn", 0), ("full", 1)):
+        with hf_ckpt.apply(model, policy, prove="off"), exactness.counted_entries(model) as (forward, backward):
+            model(images).sum().backward()
+        assert (forward["blocks.0.attn.qkv"], backward["blocks.0.attn.qkv"]) == (1, again)
+    assert model.grad_checkpointing is True
 
 
 def test_removal_after_a_forward_without_gradients_gives_back_what_was_on() -> None:

@@ -73,6 +73,33 @@ def test_policy_holds_with_dropout(policy: dict[str, Any], recomputed: int, tmp_
     )
 
 
+def test_a_run_that_recovers_from_out_of_memory_holds(tmp_path: Path) -> None:
+    ran: list[nn.Module] = []
+
+    def fail_once(model: nn.Module) -> None:
+        layer = model.get_submodule("model.layers.1")
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            # Of the run with the plan: the backward of the second micro-batch of its second step.
+            if module.training and torch.is_grad_enabled() and "forward" in vars(module.get_submodule("self_attn")):
+                ran.append(module)
+                if len(ran) == 4:
+                    (output if isinstance(output, torch.Tensor) else output[0]).register_hook(run_out)
+
+        layer.register_forward_hook(hook)
+
+    def run_out(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    checkpointing = {"policy": "attention", "on_oom": "escalate"}
+    training = {"gradient_accumulation_steps": 2}
+    found = report(tmp_path, setup=fail_once, checkpointing=checkpointing, training=training)
+    check(found, ALL | OF_FULL, skipped={"forward counts", "plan in force", "hooks"})
+    assert of(found, "forward counts").detail.startswith("Memory ran out, and the run went on under a leaner plan")
+    assert of(found, "loss").detail == "4 losses equal bit by bit."
+    assert of(found, "run").figures["num_micro_batches"] == 4
+
+
 def test_policy_none_is_said_to_recompute_nothing(tmp_path: Path) -> None:
     found = report(tmp_path, checkpointing={"policy": "none"})
     check(found, ALL | OF_FULL, skipped={"hooks", "training flags", "autocast"})

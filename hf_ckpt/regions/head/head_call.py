@@ -43,7 +43,8 @@ class HeadCall:
         self._module = chunking.outer if chunking.outer is not None else module
         self._autocast = AutocastState.now()
         self.head = module
-        self._forward = vars(module).get("forward")
+        # What is asked for later: a forward that is taken off becomes another one.
+        self._deferring = getattr(vars(module).get("forward"), "func", None)
         held = [*filter(_is_whole, module.parameters()), *(x for x in module.buffers() if not x.is_inference())]
         self._versions = [(tensor, tensor._version) for tensor in held]
         self._forms = _forms(module)
@@ -102,8 +103,8 @@ class HeadCall:
 
     def _has_deferring_forward(self) -> bool:
         """Whether the head's forward still takes the keyword: the plan may be removed before backward comes."""
-        now = vars(self.head).get("forward")
-        return now is not None and getattr(now, "func", now) is getattr(self._forward, "func", self._forward)
+        now = getattr(vars(self.head).get("forward"), "func", None)
+        return now is not None and now is self._deferring
 
     def check_unchanged(self) -> None:
         """Raise `UnsupportedError` if an engine has freed the weights of the call, or if they have been updated."""

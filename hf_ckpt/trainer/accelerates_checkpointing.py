@@ -1,0 +1,43 @@
+"""accelerate's own activation checkpointing under FSDP, which would wrap the layers that a plan governs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hf_ckpt.patch.instance_methods import set_method
+from hf_ckpt.upstream import accelerate
+
+logger = logging.getLogger(__name__)
+
+
+def hold_off_accelerates_checkpointing(trainer: Any, callback: object) -> None:
+    """Leave out the activation checkpointing that accelerate wraps layers with, wherever a Trainer prepares its model.
+
+    The setting is that of the process, and so of all its Trainers: it is another one during that call alone.
+
+    Args:
+        trainer: that is being built.
+        callback: for as long as the Trainer has it.
+    """
+    plugin = accelerate.fsdp_plugin()
+    if plugin is not None and plugin.activation_checkpointing:
+        logger.info("fsdp_activation_checkpointing is asked for too; the policy of HFCkptCallback governs.")
+        accelerator = trainer.accelerator
+        set_method(accelerator, "prepare", partial(_prepare, accelerator, callback, trainer.callback_handler))
+
+
+def _prepare(
+    accelerator: Any, callback: object, handler: Any, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    prepare = partial(type(accelerator).prepare, accelerator) if found is None else found
+    plugin = accelerate.fsdp_plugin()
+    if plugin is None or callback not in handler.callbacks:
+        return prepare(*args, **kwargs)
+    asked, plugin.activation_checkpointing = plugin.activation_checkpointing, False
+    try:
+        return prepare(*args, **kwargs)
+    finally:
+        plugin.activation_checkpointing = asked
