@@ -48,6 +48,7 @@ from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_save
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import parse_budget
 from hf_ckpt.upstream import accelerate
+from hf_ckpt.upstream.torch import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -258,7 +259,7 @@ class HFCkptCallback(TrainerCallback):
         """Say what is in force, and hold it against the plan of the run that is resumed."""
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
-            run.report_failures(None if self._recovery is None else _is_out_of_memory)
+            run.report_failures(None if self._recovery is None else is_out_of_memory)
         if self._restore_accelerates_checkpointing is not None:
             run.applied.on_remove(self._restore_accelerates_checkpointing)
         self.plan = run.applied.plan
@@ -516,13 +517,6 @@ def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
 def _remove_earlier_plan(model: nn.Module) -> None:
     if remove(model):
         logger.info(LEFTOVER)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # What a run that does not recover loads of it, it loads when it fails.
-    from hf_ckpt.recovery.out_of_memory import is_out_of_memory
-
-    return is_out_of_memory(error)
 
 
 def _check_not_trained_now(model: nn.Module) -> None:
