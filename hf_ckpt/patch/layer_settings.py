@@ -17,6 +17,7 @@ from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
+from hf_ckpt.regions.eight_bit_inputs import let_go_of_inputs
 from hf_ckpt.regions.module_state import STATE, Values
 from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.original_proof import run_region_proven
@@ -117,6 +118,10 @@ class _StackSettings:
                 tiling = Tiling(entry.tiles, proof=self._proof.region(part))
                 self._patch.tilings.append(tiling)
                 yield self._forward(part, layer.submodule(name), partial(run_tiled, tiling))
+        if entry.mode is not Mode.NONE:
+            names = _parts_of(layer).get(entry.mode.value)
+            for module in (layer.module,) if names is None else map(layer.submodule, names):
+                yield module, partial(self._let_go_of_inputs, module)
         if entry.mode in WHOLE_LAYER_MODES:
             yield from self._whole(entry, layer, path)
         elif entry.mode is Mode.ATTENTION:
@@ -150,6 +155,9 @@ class _StackSettings:
 
     def _place_hooks(self, module: nn.Module, saves: SaveRules) -> None:
         self._patch.hooks.extend(self._selection.hooks(module, saves))
+
+    def _let_go_of_inputs(self, module: nn.Module) -> None:
+        self._patch.hooks.extend(let_go_of_inputs(module))
 
     def _around_attention(self, entry: LayerPlan, layer: Layer, path: str) -> Iterator[Setting]:
         kept = KeptModules()

@@ -117,6 +117,8 @@ class StackPatch:
         self.tilings: list[Tiling] = []
         self.siblings: list[StackPatch] = [self]
         self.train_call: TrainCall | None = None
+        # Not where others act on the flag of a layer as if transformers' own checkpointing were on.
+        self.uses_seam = True
         self.drops_cache = False
         self.reads_cache = False
         self.cache_check: SharedIndexCheck | None = None
@@ -138,7 +140,7 @@ class StackPatch:
         reads_only = bool(getattr(type(module), READS_CACHE_ONLY, False))
         self.drops_cache |= not reads_only
         self.reads_cache |= reads_only
-        if runs_seam(module):
+        if self.uses_seam and runs_seam(module):
             self.set(path, module, STATE, ModuleState(path, self.pending_errors, modes))
             if hasattr(module, READS_CACHE_ONLY):
                 # The region takes caches out, and nothing else that has such a name.

@@ -514,6 +514,7 @@ class OriginalCall:
         self, expected: dict[Key, list[Fingerprint]], received: dict[Key, list[Fingerprint]]
     ) -> str | None:
         """Return what is wrong with the gradients of the region."""
+        assert self._module is not None
         lost = [key for key, found in expected.items() if found and key not in self._keys]
         both = [key for key, found in expected.items() if found and received.get(key)]
         if not self._num_nodes_left:
@@ -521,6 +522,12 @@ class OriginalCall:
             both += [key for key, found in received.items() if found and not expected.get(key)]
         left_out = self._not_asked | self._earlier
         lost, both = ([key for key in keys if key not in left_out] for keys in (lost, both))
+        if lost and any(parameter.is_meta for parameter in self._module.parameters()):
+            return (
+                f"{self._names(lost)} get no gradient, without a plan either: they lie on `meta` and are loaded for "
+                "each forward (accelerate's offload: device_map, cpu_offload), which the gradient goes to. Load the "
+                "model so that what trains stays on the device."
+            )
         if lost:
             return f"the plan loses the gradient of {self._names(lost)}, which the module's own forward gives."
         pairs = {key: (_total(expected.get(key, [])), _total(received[key])) for key in both}
