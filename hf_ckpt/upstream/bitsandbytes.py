@@ -28,5 +28,5 @@ HELD_INPUTS: dict[str, tuple[str, tuple[None, ...] | None]] = {
     f"{_PRODUCTS.attribute('MatMul8bitFp')}Backward": ("A", None),
     f"{_PRODUCTS.attribute('MatMul8bitLt')}Backward": ("tensors", (None, None, None)),
 }
-"""By the node of a product with 8-bit weights, on a CPU and on CUDA: where it keeps its input, and what stands for none.
-It reads that for the gradient of the weight only."""
+"""By the node of a product with 8-bit weights, on a CPU and on CUDA: where it keeps its input, for the gradient of the
+weight, and what stands for none."""
