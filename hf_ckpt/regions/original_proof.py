@@ -114,7 +114,9 @@ class OriginalCall:
     def __init__(self, region: RegionProof, function: Function, args: Sequence[Any]) -> None:
         self._region = region
         self._function, self._arguments = arguments_of(function, args)
-        self._module = module_of(function) or next((each for each in args if isinstance(each, nn.Module)), None)
+        owners = (module_of(function), *args)
+        # Not by its truth: what a compiler has wrapped asks the module inside how long it is.
+        self._module = next((each for each in owners if isinstance(each, nn.Module)), None)
         # Its own: what the region does to the modules while it runs is not what they were called with.
         self.state = CallState(function, args)
         # The proof holds this object, as long as the graph does.

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ckpt.structure.stored import inside_adapters, stored, weight_shape
 from hf_ckpt.upstream.deepspeed import WHOLE_SHAPE
-from hf_ckpt.upstream.torch import flattened_shapes
+from hf_ckpt.upstream.torch import COMPILED_INSIDE, flattened_shapes
 
 Shapes = dict[nn.Module, dict[str, torch.Size]]
 
@@ -40,10 +40,14 @@ def parameter_shapes(model: nn.Module) -> Shapes:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside FSDP1's wrapper; any other module as it is."""
-    while isinstance(module, FullyShardedDataParallel):
-        module = module.module
-    return module
+    """Return the module inside FSDP1's or a compiler's wrapper; any other module as it is."""
+    while True:
+        if isinstance(module, FullyShardedDataParallel):
+            module = module.module
+        elif (inner := module._modules.get(COMPILED_INSIDE)) is not None:
+            module = inner
+        else:
+            return module
 
 
 PARTS = ("attention", "ffn")
