@@ -29,7 +29,7 @@ from hf_ckpt.regions.execution_state import qualified_name
 from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
-from hf_ckpt.regions.recomputation_errors import OtherModes, is_for_others, recomputation_error
+from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error
 from hf_ckpt.upstream.accelerate import HOOK
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 
@@ -178,15 +178,16 @@ class CallState:
     `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_found", "_function", "_hooks", "_module", "_note", "_state", "_takes_gradients")
+    __slots__ = ("_found", "_hooks", "_module", "_name", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
-        self._function = bound
         given = function.args if isinstance(function, partial) else ()
         owner = getattr(bound, "__self__", None)
         module = next((value for value in (owner, *given, *args) if isinstance(value, nn.Module)), None)
         self._module: Any = module
+        # No function, whose owner may hold this object.
+        self._name = qualified_name(bound) if module is None else ""
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
@@ -210,16 +211,11 @@ class CallState:
     def path(self) -> str:
         """The path of the module, for messages; if it is no region of a plan, what the function is called."""
         if self._state is None:
-            return qualified_name(self._function if self._module is None else self._module)
+            return self._name or qualified_name(self._module)
         return self._state.path
 
     def explain(self, error: Exception, *, is_tiled: bool = False, differs_in: str | None = None) -> NoReturn:
-        """Raise what a later run has raised, with what it means; as it is where it is for others.
-
-        See `recomputation_error`.
-        """
-        if is_for_others(error):
-            raise error
+        """Raise what a later run has raised, which is not for others, with what it means; see `recomputation_error`."""
         modes = None if self._state is None else self._state.other_modes
         raise recomputation_error(
             error, self.path, self._module, modes, is_tiled=is_tiled, differs_in=differs_in

@@ -45,6 +45,7 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.regions.recomputation_errors import is_for_others
 from hf_ckpt.upstream.torch import (
     ALLOWS_NO_HOOKS,
     HOOKS,
@@ -159,12 +160,13 @@ class _Forward:
     @contextmanager
     def _explaining(self) -> Iterator[None]:
         """Have `_unpack` called where what the block saves is asked for."""
-        if HOOKS.gone or not torch.is_grad_enabled():
-            # Without gradients the innermost hooks are not torch's checkpoint's.
+        # Without gradients the innermost hooks are not torch's checkpoint's.
+        hooks = None if HOOKS.gone or not torch.is_grad_enabled() else top_saved_tensors_hooks(False)
+        if hooks is None:
             yield
             return
         # In their place, not on top: see `_without_hooks_of_region`.
-        pack, unpack = top_saved_tensors_hooks(False)
+        pack, unpack = hooks
         pop_saved_tensors_hooks()
         push_saved_tensors_hooks(pack, partial(self._unpack, unpack))
         try:
@@ -512,10 +514,11 @@ class Call:
         except Exception as error:
             if isinstance(error, RuntimeError) and ALLOWS_NO_HOOKS in str(error):
                 self._refuse_torch_func(error)
-            # Of torch's checkpoint, who asked for the recomputation knows more.
-            if self.has_run and not isinstance(error, CheckpointError):
-                self.state.explain(error, is_tiled=self._in_parts)
-            raise
+            # Of torch's checkpoint, who asked for the recomputation knows more. What passes is raised here: a function that
+            # raises what it is handed is in the traceback of that, and the cycle would hold the tensors of the region.
+            if not self.has_run or isinstance(error, CheckpointError) or is_for_others(error):
+                raise
+            self.state.explain(error, is_tiled=self._in_parts)
 
     def _watch_bits(self, tensors: Sequence[Tensor]) -> None:
         """Sum the bits of what the call is given or, in later runs, look at whether they are the same."""

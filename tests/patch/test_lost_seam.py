@@ -247,7 +247,13 @@ def test_alora_trains_and_evaluates_as_without_a_plan(policy: str) -> None:
     def losses(is_planned: bool) -> list[float]:
         case = exactness.build("llama", num_layers=2)
         tokens = case.inputs["input_ids"][0, -2:].tolist()
-        config = LoraConfig(r=2, alora_invocation_tokens=tokens, target_modules=["q_proj"], init_lora_weights=False)
+        config = LoraConfig(
+            r=2,
+            alora_invocation_tokens=tokens,
+            target_modules=["q_proj"],
+            task_type="CAUSAL_LM",
+            init_lora_weights=False,
+        )
         torch.manual_seed(0)
         model = get_peft_model(case.model, config).train()
         found = []
