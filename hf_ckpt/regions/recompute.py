@@ -514,8 +514,8 @@ class Call:
         except Exception as error:
             if isinstance(error, RuntimeError) and ALLOWS_NO_HOOKS in str(error):
                 self._refuse_torch_func(error)
-            # Of torch's checkpoint, who asked for the recomputation knows more. What passes is raised here: a function that
-            # raises what it is handed is in the traceback of that, and the cycle would hold the tensors of the region.
+            # Of torch's checkpoint, who asked for the recomputation knows more. What passes is raised here: a function
+            # that raises what it is handed is in the traceback of that, and the cycle would hold the region's tensors.
             if not self.has_run or isinstance(error, CheckpointError) or is_for_others(error):
                 raise
             self.state.explain(error, is_tiled=self._in_parts)
