@@ -46,10 +46,10 @@ _READING = """## How to read this
 - **Peak** is all that lies on the device at the worst moment: weights, optimizer state, gradients, activations.
   **Held** is what waits between forward and backward, beyond weights, optimizer state and inputs.
 - **Operations** are the floating-point operations of matrix products and attention in a whole step, counted one by one.
-- A **budget** is the peak of one fixed contender, just enough memory for it, or a little less, just not enough. `auto`
-  plans for the same budget and is compared with the fastest contender that fits. A ratio below one means that `auto` is
-  faster. Contenders under `torch.compile` are in the tables and pictures and not in the budgets: compilation changes
-  more than what is kept.
+- A **budget** is what one fixed contender takes, just enough memory for it, or a little less, just not enough: on a GPU
+  what torch reserves, which is more than the peak. `auto` plans for the same budget and is compared with the fastest
+  contender that fits. A ratio below one means that `auto` is faster. Contenders under `torch.compile` are in the tables
+  and pictures and not in the budgets: compilation changes more than what is kept.
 - On the CPU, torch's compiler decides what is kept, and its graphs are then run operator by operator: their operations
   and held bytes count, times and peaks within a layer are not those of generated code.
 - `auto` plans for the time that it predicts, in which memory traffic counts as well. Counted in operations alone it may

@@ -72,9 +72,9 @@ def device_for(place: str) -> Device:
 def budgets_of(records: Mapping[str, dict[str, Any]], most: int, *, between: bool = False) -> list[Budget]:
     """Return budgets that tell contenders apart, from the smallest on.
 
-    They are the peaks of fixed contenders: between two of them the same contenders fit, so that each stands for all
-    budgets up to the next one. And they lie just below the peaks of what a user can set today: there the next best
-    setting is the farthest off.
+    They are what fixed contenders take (`taken`): between two of them the same contenders fit, so that each stands for
+    all budgets up to the next one. And they lie just below what a user can set today takes: there the next best setting
+    is the farthest off.
 
     Args:
         records: of contenders that ran.
@@ -82,11 +82,11 @@ def budgets_of(records: Mapping[str, dict[str, Any]], most: int, *, between: boo
         between: whether to add one in the middle of two that lie far apart.
     """
     ran = dict(_that_ran(records, _FIXED))
-    today = [Budget(one["peak_bytes"], name, True) for name, one in ran.items() if one["group"] in _TODAY]
+    today = [Budget(taken(one), name, True) for name, one in ran.items() if one["group"] in _TODAY]
     # Below the smallest of what fits today, nothing of it is there to compare with.
     smallest = min((budget.num_bytes for budget in today), default=0)
     below = [Budget(int((1 - 2 * _CLOSE) * one.num_bytes), f"just below {one.set_by}", True) for one in today]
-    others = [Budget(one["peak_bytes"], name) for name, one in ran.items() if one["group"] not in _TODAY]
+    others = [Budget(taken(one), name) for name, one in ran.items() if one["group"] not in _TODAY]
     found = dict[int, Budget]()
     for budget in (*today, *(one for one in below if one.num_bytes > smallest), *others):
         # Those that are nearer to each other than this are one; today's come first.
@@ -126,7 +126,7 @@ def plans(
     found = []
     for budget in budgets:
         try:
-            # What contenders allocate, without what the device holds besides.
+            # What torch reserves, without what the device holds besides.
             found.append((budget, planner.plan_for(Capacity(budget.num_bytes))))
         except BudgetError as error:
             say(f"{budget.num_bytes / 2**20:,.1f} MiB ({budget.set_by}): {str(error).partition('. ')[0]}")
@@ -146,12 +146,10 @@ def compare(records: Mapping[str, dict[str, Any]], time_of: Callable[[dict[str, 
     rows = []
     for name, record in _that_ran(records, ("auto",)):
         budget = record["budget_bytes"]
-        row = {"budget_bytes": budget, "set_by": record["set_by"], "auto": name, "peak_bytes": record["peak_bytes"]}
+        row = {"budget_bytes": budget, "set_by": record["set_by"], "auto": name, "taken_bytes": taken(record)}
         for key, groups in (("fixed", _FIXED), ("today", _TODAY)):
             fits = {
-                other: found
-                for other, found in _that_ran(records, groups)
-                if found["peak_bytes"] <= budget * (1 + _CLOSE)
+                other: found for other, found in _that_ran(records, groups) if taken(found) <= budget * (1 + _CLOSE)
             }
             best = min(fits, key=lambda other: time_of(fits[other]), default=None)
             row[f"best_{key}"] = best
@@ -170,7 +168,7 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     best = min((row for row in rows if row["ratio_to_today"]), key=lambda row: row["ratio_to_today"], default=None)
     return {
         "num_budgets": len(rows),
-        "num_over_budget": sum(row["peak_bytes"] > row["budget_bytes"] * (1 + _CLOSE) for row in rows),
+        "num_over_budget": sum(row["taken_bytes"] > row["budget_bytes"] * (1 + _CLOSE) for row in rows),
         "worst_ratio_to_fixed": worst and worst["ratio_to_fixed"],
         "worst_at_bytes": worst and worst["budget_bytes"],
         "best_ratio_to_today": best and best["ratio_to_today"],
@@ -178,6 +176,16 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "best_at_bytes": best and best["budget_bytes"],
         "num_where_nothing_of_today_fits": sum(row["best_today"] is None for row in rows),
     }
+
+
+def taken(record: Mapping[str, Any]) -> int:
+    """Return the bytes that a contender takes of its device: on a GPU what torch reserves, as the planner has it.
+
+    Args:
+        record: of a contender that ran.
+    """
+    num_bytes: int = record.get("peak_reserved_bytes", record["peak_bytes"])
+    return num_bytes
 
 
 def _that_ran(records: Mapping[str, dict[str, Any]], groups: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:

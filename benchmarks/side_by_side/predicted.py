@@ -37,7 +37,7 @@ from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.op_costs import copy_seconds
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.units import format_bytes
@@ -86,19 +86,19 @@ def predict(
     device = device or find_device(DEVICE)
     model = build(case, "meta")
     records: dict[str, Record] = {}
-    memories: dict[str, StepMemory] = {}
+    memories: dict[str, tuple[StepMemory, int]] = {}
     for contender in contenders:
         record = records[contender.name] = _record(contender)
         try:
-            memory = memories[contender.name] = _simulated(model, case, contender, device, memories)
+            found = memories[contender.name] = _simulated(model, case, contender, device, memories)
         except (NotHereError, HFCkptError) as error:
             record["not_run"] = f"cannot be simulated: {' '.join(str(error).split())}"
             say(f"{contender.name}: {record['not_run']}")
             continue
         if contender.name == _BY_ARITHMETIC:
             record["how"] = _HOW
-        _enter(record, memory, has_timeline=contender.name in _WITH_TIMELINE)
-        say(f"{contender.name}: {_told(memory)}")
+        _enter(record, *found, has_timeline=contender.name in _WITH_TIMELINE)
+        say(f"{contender.name}: {_told(*found)}")
     asked = budgets_of(_flat(records), num_budgets, between=True) if num_budgets else []
     asked = [budget for budget in asked if not set_by or budget.set_by in set_by]
     made = plans(model, case, device, asked, say) if asked else []
@@ -120,26 +120,30 @@ def predict(
 
 
 def _simulated(
-    model: nn.Module, case: Case, contender: Contender, device: Device, memories: Mapping[str, StepMemory]
-) -> StepMemory:
-    """Return a simulated step of a contender.
+    model: nn.Module, case: Case, contender: Contender, device: Device, memories: Mapping[str, tuple[StepMemory, int]]
+) -> tuple[StepMemory, int]:
+    """Return a simulated step of a contender, and the bytes that torch reserves for it.
 
     Raises:
         NotHereError: it cannot be simulated.
         HFCkptError: the policy does not suit the model.
     """
+    simulator = StepSimulator(model, case.step, device)
     if contender.group == "none":
-        return simulate_step(model, None, case.step, device)
+        return simulator.read(simulator.trace(None), None)
     if contender.name in POLICIES:
         options = dict(POLICIES[contender.name][1])
-        return simulate_step(model, Policy.parse(options.pop("policy"), **options), case.step, device)
+        plan = simulator.plan_of(Policy.parse(options.pop("policy"), **options))
+        return simulator.read(simulator.trace(plan), plan)
     if reason := _COMPILED if contender.group == "compiled" else _NOT_SIMULATED.get(contender.name):
         raise NotHereError(reason)
     if contender.name == _BY_ARITHMETIC:
         if "transformers_full" not in memories:
             raise NotHereError("it is worked out from transformers_full, which is not there")
-        return with_copies_in_line(model, case, device, memories["transformers_full"])
-    return simulate_step(model, None, case.step, device, changed_by=contender.enter)
+        full, reserved = memories["transformers_full"]
+        memory = with_copies_in_line(model, case, device, full)
+        return memory, reserved - full.peak_bytes + memory.peak_bytes
+    return simulator.read(simulator.trace(None, changed_by=contender.enter), None)
 
 
 def with_copies_in_line(model: nn.Module, case: Case, device: Device, full: StepMemory) -> StepMemory:
@@ -168,13 +172,13 @@ def _record(contender: Contender) -> Record:
 def _auto(budget: Budget, found: Planned) -> Record:
     record: Record = {"title": f"auto, {format_bytes(budget.num_bytes)}", "group": "auto", "not_run": None}
     record |= {"budget_bytes": budget.num_bytes, "set_by": budget.set_by}
-    _enter(record, found.memory, has_timeline=True)
+    _enter(record, found.memory, found.verdict.reserved_bytes, has_timeline=True)
     return record
 
 
-def _enter(record: Record, memory: StepMemory, *, has_timeline: bool) -> None:
+def _enter(record: Record, memory: StepMemory, reserved_bytes: int, *, has_timeline: bool) -> None:
     record["plan"] = None if memory.plan is None else json.loads(memory.plan.to_json())
-    record["predicted"] = predicted(memory)
+    record["predicted"] = predicted(memory) | {"peak_reserved_bytes": reserved_bytes}
     if has_timeline:
         end = memory.timeline.seconds[-1]
         record["predicted"]["timeline"] = [[round(share * end, 6), size] for share, size in thinned(memory.timeline)]
@@ -200,9 +204,10 @@ def _flat(records: Mapping[str, Record]) -> dict[str, Record]:
     return {name: record | record.get("predicted", {}) for name, record in records.items()}
 
 
-def _told(memory: StepMemory) -> str:
+def _told(memory: StepMemory, reserved_bytes: int) -> str:
     host = f", {format_bytes(memory.host_bytes)} on the host" if memory.host_bytes else ""
-    return f"{format_bytes(memory.peak_bytes)}, {1e3 * memory.time.total:,.1f} ms{host}"
+    peak = f"{format_bytes(memory.peak_bytes)} of {format_bytes(reserved_bytes)} reserved"
+    return f"{peak}, {1e3 * memory.time.total:,.1f} ms{host}"
 
 
 # --- Files. ---

@@ -89,6 +89,8 @@ def run() -> NoReturn:
         sys.exit(main())
     # What it imports and simulates is in use until it ends: to search that for garbage would take a second in all.
     hold_off_for_good()
+    # Nor is anything compiled: bitsandbytes, which peft imports, would load torch's compiler for a second.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     code = main()
     # Python would go on for a second or two, to take apart what torch and transformers have loaded.
     atexit._run_exitfuncs()

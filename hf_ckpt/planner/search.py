@@ -235,7 +235,7 @@ class _Search:
     Where the fastest one without tiles, with the plain head, is known (`found`), how much faster another is will do.
 
     Chains know what tensors take, which is bounded here (`_most`) by what torch may reserve. How much it reserves
-    beyond that (`_excess`) is taken from the plan that was played last.
+    beyond that (`_excess`) is taken from the plan that came nearest to that bound.
     """
 
     def __init__(self, chains: _Chains, capacity: Capacity, allowed: Allowed, *, found: Planned | None = None) -> None:
@@ -245,7 +245,9 @@ class _Search:
         self._allowed = allowed
         self._planners = [chains.base]
         self._known = found
-        self._excess = 0 if found is None else _excess_of(found)
+        self._excess, self._nearest = 0, self._most
+        if found is not None:
+            self._note_excess(found)
 
     def found(self) -> Planned | None:
         """Return the fastest plan that fits; None where the chains show none."""
@@ -297,8 +299,13 @@ class _Search:
     def _fits(self, planned: Planned) -> bool:
         if planned.memory.peak_bytes > self._most:
             return False
-        self._excess = _excess_of(planned)
+        self._note_excess(planned)
         return planned.verdict.fit is Fit.YES
+
+    def _note_excess(self, planned: Planned) -> None:
+        reserved = planned.verdict.reserved_bytes
+        if (distance := abs(reserved - self._most)) < self._nearest:
+            self._excess, self._nearest = reserved - planned.memory.tensor_peak_bytes, distance
 
     def _uniform(self, planner: ChainPlanner) -> Planned | None:
         """Return the fastest plan with one option for all layers: their steps were traced for the chain."""
@@ -387,7 +394,7 @@ class _Search:
 
     @property
     def _likely(self) -> int:
-        """What may be allocated if torch reserves as much beyond it as for the plan that was played last."""
+        """What may be allocated if torch reserves as much beyond it as for the plan that came nearest to the bound."""
         return self._most - self._excess
 
     def _promise(self, planner: ChainPlanner) -> float:
@@ -465,10 +472,6 @@ class _Search:
         if other is None or (found is not None and other.memory.time.total >= found.memory.time.total):
             return found
         return other if self._fits(other) else found
-
-
-def _excess_of(planned: Planned) -> int:
-    return planned.verdict.reserved_bytes - planned.memory.tensor_peak_bytes
 
 
 def _has_within(planner: ChainPlanner, most: float) -> bool:

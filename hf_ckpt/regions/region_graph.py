@@ -109,7 +109,10 @@ def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     list of objects too; nothing of Python refers to it.
     """
     known = set(map(id, outputs))
-    young = [each for each in gc.get_objects(generation=0) if issubclass(type(each), Tensor)]
+    young = gc.get_objects(generation=0)
+    # A hundred thousand objects have a few hundred types.
+    kinds = {kind for kind in set(map(type, young)) if issubclass(kind, Tensor)}
+    young = [each for each in young if type(each) in kinds]
     # Python 3.13 finds the tuple of a call among those who hold what is in it: this is that tuple.
     inside = tuple([each for each in young if id(each) not in known and each.grad_fn in nodes])
     holders = gc.get_referrers(*inside) if inside else []

@@ -91,6 +91,7 @@ class LayerReuse:
         signatures: Mapping[nn.Module, Hashable],
         *,
         unlike: Collection[tuple[int, int]] = (),
+        held: Collection[tuple[int, int]] = (),
         cuts: bool = False,
     ) -> LayerReuse:
         """Choose the layers that need no tracing under a plan. Raises `CannotReuseError`.
@@ -100,6 +101,7 @@ class LayerReuse:
             plan: None for none.
             signatures: by layer, as it stands in its list. See `layer_likeness`.
             unlike: of `CannotReuseError`.
+            held: see `held_to_original`.
             cuts: whether to trace parts of segments; else each is traced whole, or not at all.
         """
         chosen = []
@@ -108,10 +110,10 @@ class LayerReuse:
                 raise CannotReuseError(f"the layers of {stack.path} have names instead of numbers")
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
             segments = [entry.segment for entry in entries]
-            of_stack = {layer_idx for other, layer_idx in unlike if other == number}
-            kinds = kinds_of(stack, entries, signatures, of_stack)
-            whole = represented(kinds, segments)
-            parts = represented(kinds, ()) if any(each is not None for each in segments) else whole
+            kinds = kinds_of(stack, entries, signatures, _in_stack(number, unlike))
+            apart = _in_stack(number, held)
+            whole = represented(kinds, segments, apart)
+            parts = represented(kinds, (), apart) if any(each is not None for each in segments) else whole
             reuse = _StackReuse(
                 number=number,
                 path=stack.path,
@@ -255,17 +257,26 @@ def held_to_original(
     return set(found.values())
 
 
-def represented(kinds: Sequence[Hashable], segments: Sequence[int | None]) -> dict[int, int]:
+def _in_stack(number: int, layers: Collection[tuple[int, int]]) -> set[int]:
+    return {layer_idx for other, layer_idx in layers if other == number}
+
+
+def represented(
+    kinds: Sequence[Hashable], segments: Sequence[int | None], apart: Collection[int] = ()
+) -> dict[int, int]:
     """Return the representative of each layer that is not traced, both by `layer_idx`.
 
     A layer represents another where both, and the neighbours of both, are alike. The one before it is traced too, and
     the one after it unless all three are alike. Over a gap traced layers meet what is like their own neighbours. Of the
     given segments, each is traced whole, or not at all, and its layers represent those at the same place in segments as
     long.
+
+    `apart`: layers that do more than others like them, all of it inside of themselves: no neighbour does otherwise.
     """
     segments = segments or (None,) * len(kinds)
     around = [None, *kinds, None]
-    keys = list(zip(around, around[1:], around[2:], _places_in_segments(segments), strict=False))
+    own = [idx if idx in apart else None for idx in range(len(kinds))]
+    keys = list(zip(around, around[1:], around[2:], own, _places_in_segments(segments), strict=False))
     first: dict[Hashable, int] = {}
     for idx, key in enumerate(keys):
         first.setdefault(key, idx)

@@ -69,7 +69,8 @@ class SimulatedCallProof(CallProof):
 
     def fingerprints(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
         """See `CallProof`. Nothing is compared here."""
-        self._record_fingerprints(self._of_original, tensors, has_sketch=has_sketch)
+        with self._extra():
+            self._record_fingerprints(self._of_original, tensors, has_sketch=has_sketch)
         return []
 
     def after_last_needed(self) -> None:
@@ -81,9 +82,19 @@ class SimulatedCallProof(CallProof):
         """See `CallProof`."""
         found, self._tracker.counts_time = self._tracker.counts_time, False
         try:
-            yield
+            with self._extra():
+                yield
         finally:
             self._tracker.counts_time = found
+
+    @contextmanager
+    def _extra(self) -> Iterator[None]:
+        """Mark what is made inside: only layers that are held to the original make it."""
+        found, self._tracker.is_extra = self._tracker.is_extra, True
+        try:
+            yield
+        finally:
+            self._tracker.is_extra = found
 
     def _saved(self, number: int) -> None:
         if number == self._num_saved:

@@ -175,15 +175,15 @@ class StepSimulator:
     def _simulated(self, plan: Plan | None) -> tuple[StepMemory, int]:
         with no_cycles_collected():
             checked = self._checked(plan)
-            return self._read(self.trace(checked), checked)
+            return self.read(self.trace(checked), checked)
 
     def _checked(self, plan: Plan | None) -> Plan | None:
         """Return a plan as it runs; None for one that does nothing."""
         plan = self._key(plan)[1]
         return None if plan is None else self.plan_of(plan)
 
-    def _read(self, traced: TracedStep, plan: Plan | None) -> tuple[StepMemory, int]:
-        """Return what a traced step needs, and what torch reserves for it."""
+    def read(self, traced: TracedStep, plan: Plan | None) -> tuple[StepMemory, int]:
+        """Return what a traced step needs, and the bytes that torch reserves for it. `plan` is that of the trace."""
         played = play(traced.tape) if self.device.is_cuda else None
         memory = read_tape(
             traced.tape,
@@ -222,7 +222,7 @@ class StepSimulator:
         with no_cycles_collected():
             plan = None if policy is None else self.plan_of(parse(policy))
             traced = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
-            return self._read(traced, plan)[0]
+            return self.read(traced, plan)[0]
 
     def trace(
         self,
@@ -322,15 +322,16 @@ class StepSimulator:
         return self.step, _as_it_runs(plan)
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
-        unlike = set(self._known.unlike)
+        unlike, signatures = set(self._known.unlike), self._known.signatures
+        held: Collection[tuple[int, int]] = ()
         if plan is not None and self.step.is_proven:
-            unlike |= held_to_original(self.stacks, plan, self._known.signatures)
+            held = held_to_original(self.stacks, plan, signatures)
         has_segments = any(entry.segment is not None for entry in _entries(plan))
         for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
                 reuse: LayerReuse | None = None
                 try:
-                    reuse = LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
+                    reuse = LayerReuse.choose(self.stacks, plan, signatures, unlike=unlike, held=held, cuts=cuts)
                     return self._trace(plan, reuse=reuse, explains=explains)
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
@@ -394,7 +395,11 @@ class StepSimulator:
     def _one_rank_tape(self, tape: Tape, reuse: LayerReuse | None = None, plan: Plan | None = None) -> Tape:
         """Return one rank's tape of the whole model's step, made of that of the layers that were traced."""
         step = self.step
-        tape = tape if reuse is None else reuse.expanded(tape)
+        if reuse is not None:
+            tape = reuse.expanded(tape)
+            # What torch reserves depends on the order of the weights: those of layers that are not copied came last.
+            places = {name: place for place, name in enumerate(self._names().values())}
+            tape.before.sort(key=lambda storage: places.get(storage.parameter, len(places)))
         sort_frees(tape)
         engine, is_alone = step.sharding.engine, step.sharding.world_size == 1
         # FSDP and ZeRO keep weights in float32 for one process too.

@@ -82,6 +82,8 @@ class Storage:
     """Whether another stream still reads it when it is freed."""
     flat_parameter: FlatParameter | None = None
     """What it is the share of, under FSDP1."""
+    is_extra: bool = False
+    """Whether a layer made it besides what layers like it make."""
 
 
 class MemoryChange(StrEnum):

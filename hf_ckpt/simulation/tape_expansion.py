@@ -263,7 +263,9 @@ class _Expansion:
     def _allocated(self, section: _Section) -> IntColumn:
         rows = self._rows[section]
         made: IntColumn = self._traced.storage[rows[self._traced.change[rows] == ALLOCATED]]
-        return made
+        # Last: the others are then in the same slots as in layers that make no more than these.
+        is_extra = np.array([self._storages[number].is_extra for number in made.tolist()], dtype=bool)
+        return np.concatenate([made[~is_extra], made[is_extra]])
 
     def _made_by_traced(self, stack: PartlyTraced) -> IntColumn:
         """Return the storages that each layer makes [layers, slots]; -1 for none."""

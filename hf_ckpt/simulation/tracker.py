@@ -67,6 +67,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What no operator may meet."""
         self.counts_time = True
         """Whether operators that run take time."""
+        self.is_extra = False
+        """Whether what is made from now on is extra. See `Storage`."""
         self.marks_recomputation = False
         """Whether there are marks where a layer runs again in backward, for `layer_reuse`."""
         self.without_backward: set[tuple[int, int]] = set()
@@ -221,7 +223,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_block(self, num_bytes: int) -> Storage:
         place = self._current_place()
-        storage = Storage(self._rounded(num_bytes), category=Category.TEMPORARY)
+        storage = Storage(self._rounded(num_bytes), category=Category.TEMPORARY, is_extra=self.is_extra)
         self._append(Event(place, MemoryChange.ALLOCATE, storage))
         return storage
 
@@ -372,6 +374,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         num_bytes = self._rounded(storage.nbytes())
         followed = Storage(num_bytes, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        followed.is_extra = self.is_extra
         key = storage_id(storage)
         # Called when C++ frees the storage: Python's object of a storage lives as long as the storage.
         self._alive[key] = (weakref.ref(storage, lambda _: self._record_free(key)), followed)

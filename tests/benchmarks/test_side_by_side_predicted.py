@@ -41,7 +41,8 @@ def planned(model: nn.Module, case: Case, device: Device, budgets: list[Budget],
     """Stand in for the planner: nothing fits the smallest budget, and for all others there is the plan `none`."""
     plan = make_plan(model, Policy.parse("none"))
     memory = simulate_step(model, plan, case.step, device)
-    return [(budget, SimpleNamespace(plan=plan, memory=memory)) for budget in budgets[1:]]
+    fits = SimpleNamespace(reserved_bytes=memory.peak_bytes)
+    return [(budget, SimpleNamespace(plan=plan, memory=memory, verdict=fits)) for budget in budgets[1:]]
 
 
 @pytest.fixture(scope="module")
