@@ -34,6 +34,7 @@ SUITES = {
     "simulation_cost": "benchmarks.simulation_cost",
     "answer_time": "benchmarks.answer_time",
     "proof_launches": "benchmarks.proof_launches",
+    "eight_bit": "benchmarks.eight_bit",
     "recovery_sweep": "benchmarks.recovery_sweep",
     "recovery_stream": "benchmarks.recovery_stream",
     "late_events": "benchmarks.late_events",

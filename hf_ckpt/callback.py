@@ -51,6 +51,7 @@ from hf_ckpt.trainer.messages import Messages, say_who_governs
 from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import parse_budget
+from hf_ckpt.upstream.torch import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -263,7 +264,7 @@ class HFCkptCallback(TrainerCallback):
         """Say what is in force, and hold it against the plan of the run that is resumed."""
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
-            run.report_failures(None if self._recovery is None else _is_out_of_memory)
+            run.report_failures(None if self._recovery is None else is_out_of_memory)
         self.plan = run.applied.plan
         if state.global_step:
             check_resumed_plan(self.plan, resumed_folder(args, state), is_strict=self._options["strict_resume"])
@@ -534,13 +535,6 @@ def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
 def _remove_earlier_plan(model: nn.Module) -> None:
     if remove(model):
         logger.info(LEFTOVER)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # What a run that does not recover loads of it, it loads when it fails.
-    from hf_ckpt.recovery.out_of_memory import is_out_of_memory
-
-    return is_out_of_memory(error)
 
 
 def _check_not_trained_now(model: nn.Module) -> None:

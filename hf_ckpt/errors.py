@@ -40,6 +40,15 @@ class ChangedSinceForwardError(UnsupportedError, RuntimeError):
     """Raised in a step where what a region reads is not what its forward read. Autograd does so for what it saves."""
 
 
+class RecomputationError(UnsupportedError, RuntimeError):
+    """Raised where a region raises what its forward did not when it is recomputed, or does something else.
+
+    `path` is that of the layer or module; what was raised there is the cause.
+    """
+
+    path: str | None = None
+
+
 class AlreadyAppliedError(HFCkptError, RuntimeError):
     """Raised when a plan is applied to a model that already carries one."""
 

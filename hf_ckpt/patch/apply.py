@@ -56,6 +56,7 @@ from hf_ckpt.structure.layers import (
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
+from hf_ckpt.upstream.peft import ACTIVATED_BY
 from hf_ckpt.upstream.transformers import FLAG, OTHER_FLAGS
 
 logger = logging.getLogger(__name__)
@@ -242,9 +243,11 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
     pending_errors = PendingErrors()
     patches: list[StackPatch] = []
     offloaded = offloaded_layers(plan)
+    uses_seam = not any(getattr(each, ACTIVATED_BY, None) for each in adapter_configs(unwrapped(model)).values())
     try:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
             patch = StackPatch(plan, stack.path)
+            patch.uses_seam = uses_seam
             patches.append(patch)
             patch.siblings = patches
             patch.pending_errors = pending_errors

@@ -17,9 +17,11 @@ from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
+from hf_ckpt.regions.eight_bit_inputs import let_go_of_inputs
 from hf_ckpt.regions.module_state import STATE, Values
 from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.original_proof import run_region_proven
+from hf_ckpt.regions.recomputation_errors import OtherModes
 from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective.save_rules import SaveRules
@@ -116,6 +118,10 @@ class _StackSettings:
                 tiling = Tiling(entry.tiles, proof=self._proof.region(part))
                 self._patch.tilings.append(tiling)
                 yield self._forward(part, layer.submodule(name), partial(run_tiled, tiling))
+        if entry.mode is not Mode.NONE:
+            names = _parts_of(layer).get(entry.mode.value)
+            for module in (layer.module,) if names is None else map(layer.submodule, names):
+                yield module, partial(self._let_go_of_inputs, module)
         if entry.mode in WHOLE_LAYER_MODES:
             yield from self._whole(entry, layer, path)
         elif entry.mode is Mode.ATTENTION:
@@ -132,7 +138,7 @@ class _StackSettings:
         if entry.segment is not None:
             link = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested)
             region = self._proven(entry, path, layer.module, partial(link, snapshots=entry.snapshots))
-            yield self._region(path, layer.module, region)
+            yield self._region(path, layer.module, region, _parts_of(layer))
             return
         host = self._offloaded.get((self._stack.path, layer.layer_idx))
         before = self._offloaded.get((self._stack.path, layer.layer_idx - 1))
@@ -145,15 +151,18 @@ class _StackSettings:
             region = partial(run_offloaded, *host, region)
         elif before is not None:
             region = partial(run_with_prefetch_hook, before[0], region)
-        yield self._region(path, layer.module, self._proven(entry, path, layer.module, region))
+        yield self._region(path, layer.module, self._proven(entry, path, layer.module, region), _parts_of(layer))
 
     def _place_hooks(self, module: nn.Module, saves: SaveRules) -> None:
         self._patch.hooks.extend(self._selection.hooks(module, saves))
 
+    def _let_go_of_inputs(self, module: nn.Module) -> None:
+        self._patch.hooks.extend(let_go_of_inputs(module))
+
     def _around_attention(self, entry: LayerPlan, layer: Layer, path: str) -> Iterator[Setting]:
         kept = KeptModules()
         region = self._proven(entry, path, layer.module, partial(recompute_around, kept))
-        yield self._region(path, layer.module, region)
+        yield self._region(path, layer.module, region, _parts_of(layer))
         for name in layer.attention:
             yield self._forward(f"{path}.{name}", layer.submodule(name), partial(run_kept, kept))
 
@@ -161,15 +170,23 @@ class _StackSettings:
         for name in names:
             part = f"{path}.{name}"
             region = self._proven(entry, part, layer.submodule(name), recompute, name)
-            yield self._forward(part, layer.submodule(name), partial(run_region, region))
+            # The other part has none of its modules.
+            others: OtherModes = {mode: () for mode, part_names in _parts_of(layer).items() if name not in part_names}
+            yield self._forward(part, layer.submodule(name), partial(run_region, region), others)
 
     def _proven(self, entry: LayerPlan, path: str, module: nn.Module, region: Region, part: str = "") -> Region:
         """Return the region with its proofs. Of those that treat equal modules alike, one is held to the original."""
         proof = self._proof.region(path, (self._stack.path, part, entry.alone, kinds_of_modules(module)))
         return partial(run_region_proven, proof, region)
 
-    def _region(self, path: str, module: nn.Module, region: Region) -> Setting:
-        return module, partial(self._patch.make_region, path, module, region)
+    def _region(self, path: str, module: nn.Module, region: Region, modes: OtherModes) -> Setting:
+        return module, partial(self._patch.make_region, path, module, region, modes)
 
-    def _forward(self, path: str, module: nn.Module, run: partial[Any]) -> Setting:
-        return module, partial(self._patch.set_forward, path, module, run)
+    def _forward(self, path: str, module: nn.Module, run: partial[Any], modes: OtherModes | None = None) -> Setting:
+        return module, partial(self._patch.set_forward, path, module, run, modes)
+
+
+def _parts_of(layer: Layer) -> OtherModes:
+    """Return the modes that recompute some modules of a layer alone, with those."""
+    modes = {Mode.ATTENTION.value: layer.attention, Mode.FFN.value: () if layer.ffn_is_inline else layer.ffn}
+    return {mode: names for mode, names in modes.items() if names}

@@ -22,9 +22,11 @@ from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.use_cache import SharedIndexCheck
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.arguments import is_cache
+from hf_ckpt.regions.execution_state import qualified_name
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
+from hf_ckpt.regions.recomputation_errors import OtherModes
 from hf_ckpt.regions.recompute import run_region
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
@@ -124,6 +126,8 @@ class StackPatch:
         self.tilings: list[Tiling] = []
         self.siblings: list[StackPatch] = [self]
         self.train_call: TrainCall | None = None
+        # Not where others act on the flag of a layer as if transformers' own checkpointing were on.
+        self.uses_seam = True
         self.drops_cache = False
         self.reads_cache = False
         self.cache_check: SharedIndexCheck | None = None
@@ -140,28 +144,28 @@ class StackPatch:
         self._changes.append(Change(path, module, name, module.__dict__.get(name, _Missing), ours))
         setattr(module, name, ours)
 
-    def make_region(self, path: str, module: nn.Module, region: Region) -> None:
-        """Make a whole layer a region, through the seam if that is what runs."""
+    def make_region(self, path: str, module: nn.Module, region: Region, modes: OtherModes) -> None:
+        """Make a whole layer a region, through the seam if that is what runs. `modes` are for messages."""
         reads_only = bool(getattr(type(module), READS_CACHE_ONLY, False))
         self.drops_cache |= not reads_only
         self.reads_cache |= reads_only
-        if runs_seam(module):
-            self.set(path, module, STATE, ModuleState(path, self.pending_errors))
+        if self.uses_seam and runs_seam(module):
+            self.set(path, module, STATE, ModuleState(path, self.pending_errors, modes))
             if hasattr(module, READS_CACHE_ONLY):
                 # The region takes caches out, and nothing else that has such a name.
                 self.set(path, module, READS_CACHE_ONLY, True)
             self.set(path, module, FUNCTION, region)
             self.set(path, module, FLAG, True)
         else:
-            self.set_forward(path, module, partial(run_region, region))
+            self.set_forward(path, module, partial(run_region, region), modes)
 
-    def set_forward(self, path: str, module: nn.Module, run: partial[Any]) -> None:
+    def set_forward(self, path: str, module: nn.Module, run: partial[Any], modes: OtherModes | None = None) -> None:
         """Set `run` as instance forward. It gets the module, the instance's former forward or None, and the inputs."""
         found = module.__dict__.get(FORWARD)
         if isinstance(found, partial) and found.func is run.func:
             # A module that two layers share: the first of them has reached it already.
             return
-        self.set(path, module, STATE, ModuleState(path, self.pending_errors))
+        self.set(path, module, STATE, ModuleState(path, self.pending_errors, modes))
         ours = set_method(module, FORWARD, partial(run, module))
         self._changes.append(Change(path, module, FORWARD, ours.args[-1], ours))
 
@@ -371,11 +375,3 @@ def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict
         patch.assert_in_force()
     else:
         patch.pause()
-
-
-def qualified_name(value: object) -> str:
-    """Return the dotted name of a function or a value for a message, looking through `partial`s."""
-    while isinstance(value, partial):
-        value = value.func
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return f"{module}.{name}" if name else repr(value)

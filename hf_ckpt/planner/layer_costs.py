@@ -12,6 +12,7 @@ that computes meanwhile.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from hf_ckpt.errors import HFCkptError, UnsupportedError
+from hf_ckpt.errors import HFCkptError, RecomputationError, UnsupportedError
 from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
@@ -34,6 +35,9 @@ from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.structure.layers import Layer
+from hf_ckpt.units import counted
+
+logger = logging.getLogger(__name__)
 
 TILED = (LayerPlan(Mode.FULL, tiles="auto"), LayerPlan(Mode.NONE, tiles="auto"))
 """The options with tiles that are tried."""
@@ -99,7 +103,7 @@ def with_chunked_head(chain: Chain, simulator: StepSimulator) -> Chain | None:
     plan = _plan_of(simulator, Mode.FULL, head="chunked") or _plan_of(simulator, Mode.NONE, head="chunked")
     if plan is None:
         return None
-    reading = _read(simulator, plan)
+    reading, _ = _read_what_works(simulator, plan)
     return replace(
         chain,
         head_bytes=reading.head_bytes,
@@ -122,11 +126,42 @@ def _add(
     """Enter what an option costs in the layers that a plan, where there is one, gives it to; return the reading."""
     if plan is None:
         return None
-    reading = _read(simulator, plan)
+    reading, plan = _read_what_works(simulator, plan)
     for key, options in costs.items():
         if plan.stacks[key[0]].layers[key[1]] == option:
             options[option] = reading.cost(key)
     return reading
+
+
+def _read_what_works(simulator: StepSimulator, plan: Plan) -> tuple[StepReading, Plan]:
+    """Return the reading of a plan, without what cannot be recomputed in layers that do not allow it, and that plan."""
+    while True:
+        try:
+            return _read(simulator, plan), plan
+        except RecomputationError as error:
+            failed = _layer_at(plan, error.path or "")
+            if failed is None:
+                raise
+            # What one layer raises, those that are like it do.
+            alike = simulator.layers_like(failed)
+            mode = plan.stacks[failed[0]].layers[failed[1]].mode
+            logger.info('Mode "%s" is left out for %s: %s', mode, counted(len(alike), "layer"), error)
+            stacks = [list(stack.layers) for stack in plan.stacks]
+            for stack, layer_idx in alike:
+                stacks[stack][layer_idx] = NONE
+            plan = replace(
+                plan,
+                stacks=tuple(replace(old, layers=tuple(new)) for old, new in zip(plan.stacks, stacks, strict=True)),
+            )
+
+
+def _layer_at(plan: Plan, path: str) -> LayerKey | None:
+    """Return the layer that a path leads to or into, if the plan does something there."""
+    for number, stack in enumerate(plan.stacks):
+        if path.startswith(f"{stack.path}."):
+            layer_idx = int(path[len(stack.path) + 1 :].partition(".")[0])
+            return (number, layer_idx) if stack.layers[layer_idx] != NONE else None
+    return None
 
 
 def _plan_of(simulator: StepSimulator, mode: Mode, **options: Any) -> Plan | None:

@@ -13,24 +13,12 @@ from typing import Any
 
 import torch
 
-from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError, cause_chain
+from hf_ckpt.errors import DiskFullError, HostMemoryError, cause_chain
 from hf_ckpt.units import format_bytes
-from hf_ckpt.upstream.torch import RUNS_BACKWARD_NAME
+from hf_ckpt.upstream.torch import OF_HOST, RUNS_BACKWARD_NAME, is_out_of_memory
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-
-_OF_HOST = "can't allocate memory|Cannot allocate memory|not enough memory: you tried to allocate"
-"""Words of the allocator of the CPU."""
-_WORDS = re.compile(
-    # Not out of something else that has to do with memory.
-    r"out of memory(?! \w)|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|"
-    # Of cuDNN 9.
-    r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|"
-    # A handle of cuBLAS takes memory of the device; any other call says it of a handle that there is not.
-    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(?:Lt)?Create|" + _OF_HOST
-)
-"""Words of CUDA, cuBLAS, cuDNN, NCCL and torch's allocators, in errors that have no type of their own."""
 
 
 class Part(StrEnum):
@@ -159,16 +147,7 @@ class Failure:
         """Whether it was memory of the host, or a disk, that ran out."""
         if isinstance(self.error, HostMemoryError | DiskFullError | MemoryError):
             return True
-        return torch.accelerator.is_available() and re.search(_OF_HOST, str(self.error)) is not None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory of the device or of the host, or the disk of an offload, has run out."""
-    if isinstance(error, torch.OutOfMemoryError | HostMemoryError | DiskFullError | MemoryError):
-        return True
-    # Other errors of this package may mention it: that another process was killed for want of memory.
-    is_of_others = isinstance(error, RuntimeError | OSError) and not isinstance(error, HFCkptError)
-    return is_of_others and _WORDS.search(str(error)) is not None
+        return torch.accelerator.is_available() and re.search(OF_HOST, str(self.error)) is not None
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, Failure | None]:

@@ -28,6 +28,7 @@ from hf_ckpt.upstream.transformers import OTHER_CACHES
 _MAX_READ = 500
 """Objects that are read of one argument: what is behind them is not looked at."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+_COUNTED = (dict, UserDict, list, tuple, set, frozenset, deque, UserList)
 _OPAQUE = (nn.Module, type, ModuleType, *_VALUES)
 
 
@@ -91,9 +92,10 @@ class GivenState:
         for value, (objects, values), place in self._others:
             objects_now, values_now = _read(value)
             if values != values_now or len(objects) != len(objects_now) or not all(map(is_, objects, objects_now)):
-                if isinstance(value, list):
-                    return place, "appends to a list that it is given, or changes what is in it"
-                return place, f"changes a {type(value).__name__} that it is given"
+                # Of a container its length comes first.
+                before, now = (values[0], values_now[0]) if isinstance(value, _COUNTED) else (0, 0)
+                does = "takes something out of" if now < before else "adds something to" if now > before else "changes"
+                return place, f"{does} a {type(value).__name__} that it is given"
         return None
 
 
@@ -194,12 +196,9 @@ def _read(value: Any) -> tuple[list[Any], list[Any]]:
 
 def _read_object(value: Any, values: list[Any], todo: list[Any]) -> None:
     """Add the plain values of an object to `values`, and the objects in it to `todo`."""
-    if isinstance(value, dict | UserDict):
+    if isinstance(value, _COUNTED):
         values.append(len(value))
-        todo += [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | deque | UserList):
-        values.append(len(value))
-        todo += value
+        todo += [*value.keys(), *value.values()] if isinstance(value, dict | UserDict) else value
     elif isinstance(value, torch.Generator):
         values.append(value.get_state().numpy().tobytes())
     elif isinstance(value, Iterator):

@@ -47,6 +47,8 @@ from hf_ckpt.upstream.torch import (
     is_transformed,
     num_dispatch_modes,
     num_function_modes,
+    parametrized_weights,
+    parametrized_weights_kept,
     pop_dispatch_mode,
     pop_function_mode,
     push_dispatch_mode,
@@ -87,6 +89,14 @@ def module_of(function: Any) -> nn.Module | None:
         function = function.func
     owner = getattr(function, "__self__", function)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def qualified_name(value: object) -> str:
+    """Return the dotted name of a function, or of the class of a value, for a message: no address of it."""
+    while isinstance(value, partial):
+        value = value.func
+    named: Any = value if value is None or hasattr(value, "__qualname__") else type(value)
+    return "None" if value is None else f"{named.__module__}.{named.__qualname__}"
 
 
 def modules_inside(module: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
@@ -403,13 +413,14 @@ class ForwardContext:
     """What surrounds a forward in its thread: context variables, and modes over functions (a device) and operators.
 
     Of the latter not those of torch, which watch (FLOP counters) what runs in their block, nor this package's. Also the
-    switches of torch that choose kernels, which are the process's.
+    switches of torch that choose kernels, and the weights that `parametrize.cached()` keeps, which are the process's.
     """
 
-    __slots__ = ("_functions", "_operators", "_switches", "_variables")
+    __slots__ = ("_functions", "_operators", "_switches", "_variables", "_weights")
 
     def __init__(self) -> None:
         self._switches = _read_switches()
+        self._weights = None if (weights := parametrized_weights()) is None else dict(weights)
         self._variables = contextvars.copy_context()
         self._functions = _of_others(_function_modes())
         self._operators = [mode for mode in _of_others(_operator_modes()) if not _is_of("torch", mode)]
@@ -420,6 +431,13 @@ class ForwardContext:
 
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Run a function in it again."""
+        if self._weights is not None or parametrized_weights() is not None:
+            # What the forward has made of weights since, it makes again.
+            with parametrized_weights_kept(self._weights):
+                return self._run_switched(function, *args, **kwargs)
+        return self._run_switched(function, *args, **kwargs)
+
+    def _run_switched(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         found = _read_switches()
         if found == self._switches:
             return self._run(function, *args, **kwargs)

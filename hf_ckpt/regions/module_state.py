@@ -25,9 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
+from hf_ckpt.regions.execution_state import qualified_name
 from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
+from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error
 from hf_ckpt.upstream.accelerate import HOOK
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 
@@ -66,12 +68,14 @@ class ModuleState:
 
     `path` is that of the module, for messages; `errors` are those of the plan; `num_steps` counts the steps of the
     optimizer, if somebody sets it; `takes_gradients` says whether a forward has taken a gradient inside of itself.
-    `above` are the modules that contain it, with their paths, if somebody sets them. `met` is for `meets_new`.
+    `above` are the modules that contain it, with their paths, if somebody sets them. `met` is for `meets_new`, and
+    `other_modes` for messages.
     """
 
-    def __init__(self, path: str, errors: PendingErrors) -> None:
+    def __init__(self, path: str, errors: PendingErrors, other_modes: OtherModes | None = None) -> None:
         self.path = path
         self.errors = errors
+        self.other_modes = other_modes
         self.num_steps = 0
         self.takes_gradients = False
         self.above: Mapping[nn.Module, str] = {}
@@ -85,7 +89,7 @@ class ModuleState:
 
     def __getstate__(self) -> dict[str, Any]:
         # All else belongs to this model's modules, and to what runs in them; a copy does not share shards either.
-        return {"path": self.path, "errors": self.errors}
+        return {"path": self.path, "errors": self.errors, "other_modes": self.other_modes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # a copy starts anew
@@ -174,7 +178,7 @@ class CallState:
     `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_found", "_hooks", "_module", "_note", "_state", "_takes_gradients")
+    __slots__ = ("_found", "_hooks", "_module", "_name", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -182,6 +186,8 @@ class CallState:
         owner = getattr(bound, "__self__", None)
         module = next((value for value in (owner, *given, *args) if isinstance(value, nn.Module)), None)
         self._module: Any = module
+        # No function, whose owner may hold this object.
+        self._name = qualified_name(bound) if module is None else ""
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
@@ -202,9 +208,18 @@ class CallState:
             self._state.takes_gradients = value
 
     @property
-    def path(self) -> str | None:
-        """The path of the module, for messages; None if it is no region of a plan."""
-        return None if self._state is None else self._state.path
+    def path(self) -> str:
+        """The path of the module, for messages; if it is no region of a plan, what the function is called."""
+        if self._state is None:
+            return self._name or qualified_name(self._module)
+        return self._state.path
+
+    def explain(self, error: Exception, *, is_tiled: bool = False, differs_in: str | None = None) -> NoReturn:
+        """Raise what a later run has raised, which is not for others, with what it means; see `recomputation_error`."""
+        modes = None if self._state is None else self._state.other_modes
+        raise recomputation_error(
+            error, self.path, self._module, modes, is_tiled=is_tiled, differs_in=differs_in
+        ) from error
 
     def add_error(self, is_wrong: Tensor, refuse: Callable[[], None]) -> None:
         """Have `refuse` called if a boolean of a device is true; see `PendingErrors`."""

@@ -114,7 +114,9 @@ class OriginalCall:
     def __init__(self, region: RegionProof, function: Function, args: Sequence[Any]) -> None:
         self._region = region
         self._function, self._arguments = arguments_of(function, args)
-        self._module = module_of(function) or next((each for each in args if isinstance(each, nn.Module)), None)
+        owners = (module_of(function), *args)
+        # Not by its truth: what a compiler has wrapped asks the module inside how long it is.
+        self._module = next((each for each in owners if isinstance(each, nn.Module)), None)
         # Its own: what the region does to the modules while it runs is not what they were called with.
         self.state = CallState(function, args)
         # The proof holds this object, as long as the graph does.
@@ -514,6 +516,7 @@ class OriginalCall:
         self, expected: dict[Key, list[Fingerprint]], received: dict[Key, list[Fingerprint]]
     ) -> str | None:
         """Return what is wrong with the gradients of the region."""
+        assert self._module is not None
         lost = [key for key, found in expected.items() if found and key not in self._keys]
         both = [key for key, found in expected.items() if found and received.get(key)]
         if not self._num_nodes_left:
@@ -521,6 +524,12 @@ class OriginalCall:
             both += [key for key, found in received.items() if found and not expected.get(key)]
         left_out = self._not_asked | self._earlier
         lost, both = ([key for key in keys if key not in left_out] for keys in (lost, both))
+        if lost and any(parameter.is_meta for parameter in self._module.parameters()):
+            return (
+                f"{self._names(lost)} get no gradient, without a plan either: they lie on `meta` and are loaded for "
+                "each forward (accelerate's offload: device_map, cpu_offload), which the gradient goes to. Load the "
+                "model so that what trains stays on the device."
+            )
         if lost:
             return f"the plan loses the gradient of {self._names(lost)}, which the module's own forward gives."
         pairs = {key: (_total(expected.get(key, [])), _total(received[key])) for key in both}

@@ -13,14 +13,15 @@ import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions.arguments import GivenBits, GivenState, is_cache, is_filled
@@ -44,8 +45,13 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.regions.recomputation_errors import is_for_others
 from hf_ckpt.upstream.torch import (
     ALLOWS_NO_HOOKS,
+    HOOKS,
+    REPEATED_UNPACKS,
+    UNPACKED_BEFORE,
+    GraphExecGroup,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -107,7 +113,7 @@ def run_checkpointed(proof: CallProof | None, call: Call, run: Function, tensors
             options["early_stop"] = not proof.runs_to_end
             run = partial(proof.run, run)
         witnesses = device_witnesses(tensors, call.others)
-        forward = _Forward(run, len(witnesses), holds=call.state.takes_gradients)
+        forward = _Forward(run, call.state, proof, len(witnesses))
         given = (*witnesses, *tensors)
         return forward.end(checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True, **options))
 
@@ -118,16 +124,20 @@ class _Forward:
     Before 2.13 torch leaves it only when the error's traceback is gone. Until then the checkpoint's hooks take what
     others save; then the hooks that are innermost at that moment are removed, whosever they are.
 
-    With `holds`, what the forward saves is there until it ends.
+    If a forward of the region, whose `state` it gets, takes gradients inside of itself, what is saved is there until it
+    ends. What torch raises where a saved tensor is asked for is explained; a tensor that is asked for again, as by a
+    kernel that reads `ctx.saved_tensors` twice, is computed again.
     """
 
-    def __init__(self, run: Function, num_witnesses: int, *, holds: bool) -> None:
+    def __init__(self, run: Function, state: CallState, proof: CallProof | None, num_witnesses: int) -> None:
         self._run = run
+        self._state = state
+        self._proof = proof
         self._num_witnesses = num_witnesses
-        self._holds = holds
         self._is_forward = True
         self._host_random: HostRandomState | None = None
         self._error: BaseException | None = None
+        self._again: Any = None
 
     def __call__(self, *given: Any) -> Any:
         tensors = given[self._num_witnesses :]
@@ -142,10 +152,47 @@ class _Forward:
             raise GradientInside(RandomState.of(*given))
         self._host_random = HostRandomState.now()
         try:
-            with held_saved_tensors() if self._holds else nullcontext():
+            with self._explaining(), held_saved_tensors() if self._state.takes_gradients else nullcontext():
                 return self._run(*tensors)
         except BaseException as error:  # noqa: BLE001  # `end` raises it
             self._error = error
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Have `_unpack` called where what the block saves is asked for."""
+        # Without gradients the innermost hooks are not torch's checkpoint's.
+        hooks = None if HOOKS.gone or not torch.is_grad_enabled() else top_saved_tensors_hooks(False)
+        if hooks is None:
+            yield
+            return
+        # In their place, not on top: see `_without_hooks_of_region`.
+        pack, unpack = hooks
+        pop_saved_tensors_hooks()
+        push_saved_tensors_hooks(pack, partial(self._unpack, unpack))
+        try:
+            yield
+        finally:
+            pop_saved_tensors_hooks()
+            push_saved_tensors_hooks(pack, unpack)
+
+    def _unpack(self, unpack: Callable[[Any], Tensor], packed: Any) -> Tensor:
+        try:
+            return unpack(packed)
+        except CheckpointError as error:
+            if UNPACKED_BEFORE not in str(error) or REPEATED_UNPACKS.gone:
+                self._explain(error)
+        try:
+            if self._again is not None:
+                # One more recomputation gives all that is asked for a second time.
+                with suppress(CheckpointError), self._again:
+                    return unpack(packed)
+            with GraphExecGroup() as self._again:
+                return unpack(packed)
+        except CheckpointError as error:
+            self._explain(error)
+
+    def _explain(self, error: CheckpointError) -> NoReturn:
+        self._state.explain(error, differs_in=None if self._proof is None else self._proof.differs_in)
 
     def end(self, returned: Any) -> Any:
         """Return what the forward returned, or raise what it raised."""
@@ -245,7 +292,14 @@ def run_region(region: Function, module: nn.Module, found: Function | None, *arg
 
 def original_forward(module: nn.Module, found: Function | None) -> Function:
     """Return the forward that the module had, looked up on the class at each call so that a copy runs itself."""
-    return found if found is not None else partial(type(module).forward, module)
+    if found is None:
+        return partial(type(module).forward, module)
+    # A plain function says nothing of the module, whose state is looked at.
+    return found if module_of(found) is module else MethodType(partial(_without_module, found), module)
+
+
+def _without_module(found: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return found(*args, **kwargs)
 
 
 # --- A layer around its attention. ---
@@ -445,20 +499,26 @@ class Call:
                         given[place] = _aliased(aliases, value)
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-            try:
-                if self.has_run and (is_recomputed() or is_in_backward()):
-                    returned = self._context.run(self._function, *args, **kwargs)
-                else:
-                    returned = self._function(*args, **kwargs)
-            except RuntimeError as error:
-                if ALLOWS_NO_HOOKS in str(error):
-                    self._refuse_torch_func(error)
-                raise
+            returned = self._call(args, kwargs)
         if not self.has_run:
             self.has_run = True
             self._arguments = {**self._arguments, **self._dicts}
         self._check_unchanged()
         return returned
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            if self.has_run and (is_recomputed() or is_in_backward()):
+                return self._context.run(self._function, *args, **kwargs)
+            return self._function(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and ALLOWS_NO_HOOKS in str(error):
+                self._refuse_torch_func(error)
+            # Of torch's checkpoint, who asked for the recomputation knows more. What passes is raised here: a function
+            # that raises what it is handed is in the traceback of that, and the cycle would hold the region's tensors.
+            if not self.has_run or isinstance(error, CheckpointError) or is_for_others(error):
+                raise
+            self.state.explain(error, is_tiled=self._in_parts)
 
     def _watch_bits(self, tensors: Sequence[Tensor]) -> None:
         """Sum the bits of what the call is given or, in later runs, look at whether they are the same."""
@@ -479,7 +539,7 @@ class Call:
 
     def _refuse_torch_func(self, error: RuntimeError) -> NoReturn:
         raise UnsupportedError(
-            f"{self.state.path or f'{self._function!r:.120}'} calls torch.func (grad, vjp, jacrev or hessian) in its "
+            f"{self.state.path} calls torch.func (grad, vjp, jacrev or hessian) in its "
             "forward. torch refuses that where tensors that autograd saves are looked at, as recomputing does (its own "
             "checkpointing too). Use torch.autograd.grad there, or leave it out of the policy."
         ) from error
@@ -487,7 +547,7 @@ class Call:
     def refuse_written(self) -> NoReturn:
         """Raise: what the call is given was written to past the versions of tensors."""
         raise ChangedSinceForwardError(
-            f"{self.state.path or f'{self._function!r:.120}'} is recomputed in backward, but since its forward began "
+            f"{self.state.path} is recomputed in backward, but since its forward began "
             "what it is given was written to past the versions of tensors (through .data, numpy or dlpack). "
             "Recomputing it would give other values. Write to a copy, or leave it out of the policy."
         )
@@ -498,7 +558,7 @@ class Call:
             return
         place, change = changed
         raise ChangedSinceForwardError(
-            f"{self.state.path or f'{self._function!r:.120}'} is to be recomputed, but it {change}, or another module "
+            f"{self.state.path} is to be recomputed, but it {change}, or another module "
             f"does: the argument {self._name_of(place)}. Recomputing it would give other values. Leave it out of the "
             "policy."
         )
@@ -568,7 +628,7 @@ def arguments_of(function: Function, args: Sequence[Any]) -> tuple[Function, dic
     if caches and not getattr(type(layer := _layer_of(function, args)), READS_CACHE_ONLY, False):
         if any(is_filled(arguments[place], layer) for place in caches):
             raise UnsupportedError(
-                f"{CallState(function, args).path or type(layer).__name__} is to be recomputed, but it is handed a "
+                f"{CallState(function, args).path} is to be recomputed, but it is handed a "
                 "key/value cache that has something for it already (a prefix). A recomputed layer can neither read nor "
                 'fill it, and the loss would change without a word. Use mode "none" or "ffn" there.'
             )

@@ -24,11 +24,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError
 
 from hf_ckpt.policy.revolve import saved_on_the_way
 from hf_ckpt.regions.arguments import GivenBits
@@ -196,6 +197,10 @@ class _Link:
         finally:
             runner.replayed = None
 
+    def explain(self, error: CheckpointError) -> NoReturn:
+        """Raise: the layer does not repeat itself."""
+        self._call.state.explain(error, differs_in=None if self._proof is None else self._proof.differs_in)
+
     def add_error(self, is_written: Tensor) -> None:
         """Have the backward refused, if what a layer returned was written to before the next one took it."""
         self._call.state.add_error(is_written, self._call.refuse_written)
@@ -341,7 +346,10 @@ class _Segment:
                         break
             except AllRecomputed:
                 pass
-        collector.check()
+            except CheckpointError as error:
+                link.explain(error)
+        if (missing := collector.missing()) is not None:
+            self._links[trigger].explain(missing)
 
     def _saved_on_the_way(self, start: int, trigger: int) -> Container[int]:
         """Return the links whose placeholders are filled while the layers from `start` run again."""
@@ -414,18 +422,15 @@ class _Collector:
     def _compare(self, tensor: Tensor) -> None:
         meta = (tensor.shape, tensor.dtype, tensor.device)
         if meta != self._meta[self._taken]:
-            raise RuntimeError(
-                f"Recomputing a segment gave a tensor of {meta} where the forward gave {self._meta[self._taken]}: its "
-                "layers do not repeat themselves (a branch taken differently, a changed flag, a router). "
-                'Use mode "full" without segment_size for them, or leave them out of the policy.'
+            raise CheckpointError(
+                f"a tensor of {meta} is saved where the forward saved one of {self._meta[self._taken]}"
             )
 
-    def check(self) -> None:
-        if self._taken < self._needed:
-            raise RuntimeError(
-                f"Recomputing a segment saved {self._taken} tensors where the forward saved {len(self._meta)}: its "
-                "layers do not repeat themselves. Leave them out of the policy."
-            )
+    def missing(self) -> CheckpointError | None:
+        """Return what to raise if too little was saved."""
+        if self._taken >= self._needed:
+            return None
+        return CheckpointError(f"{self._taken} tensors are saved where the forward saved {len(self._meta)}")
 
 
 def _unpack(placeholder: _Placeholder) -> Tensor:

@@ -8,6 +8,7 @@ whose checksums differ is named and a cause looked for.
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointError
 
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.policy.options import Prove
@@ -46,6 +48,7 @@ from hf_ckpt.regions.fingerprints import (
     rounding_of,
     unobserved,
 )
+from hf_ckpt.regions.recomputation_errors import module_that_raised
 from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.upstream.torch import StopRecomputation, current_graph_task_id, hidden_from_modes, queue_callback
 
@@ -361,6 +364,8 @@ class CallProof:
     """Whether there are shapes only."""
     original: Original | None = None
     """What holds the call against the original, if it is held."""
+    differs_in: str | None = None
+    """The first module inside of which a recomputation differed, once that is known."""
 
     def __init__(self, region: RegionProof, module: nn.Module | None) -> None:
         self._region = region
@@ -393,6 +398,13 @@ class CallProof:
             # If it does not run to the end.
             if self._forward is not None:
                 self.finish(self._find_fault_inside(self._forward, modules))
+            raise
+        except CheckpointError as error:
+            if self._forward is not None:
+                with _unobserved():
+                    self._place_of_first(self._forward.modules, modules)
+                # Where all modules that have ended agree, it is in the one that ran.
+                self.differs_in = self.differs_in or module_that_raised(error, self._module)
             raise
         if self._forward is None:
             self._forward = run
@@ -516,13 +528,14 @@ class CallProof:
                 )
             if (fault := self._fault_of_kept(is_fed=True)) is not None:
                 cause = _random_cause(forward, again)
+                place = self._place_of_first(forward.modules, again.modules)
                 if cause is None and self._rounding_of_fed() is not None:
                     # The outputs, being kept, are equal: those of a run that keeps nothing show the noise.
                     noise = explaining_noise(0.0, forward.outputs, run_again)
                     if noise is not None and noise < NOISE * rounding_of(forward.outputs):
                         self.note_noise(noise)
                         return None
-                return f"{fault} {cause or _UNKNOWN_CAUSE}"
+                return f"{fault}{place} {cause or _UNKNOWN_CAUSE}"
             return None
         outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         distance = largest_distance(forward.outputs, outputs)
@@ -532,10 +545,19 @@ class CallProof:
             if noise is not None:
                 self.note_noise(noise)
                 return None
-        first = _first_difference(forward.modules, again.modules)
-        place = f" The first module inside that returns something else is {first}." if first else ""
+        place = self._place_of_first(forward.modules, again.modules)
         why = cause or _UNKNOWN_CAUSE
         return f"its recomputation returns something else than its forward{by_distance(distance)}.{place} {why}"
+
+    def _place_of_first(self, forward: dict[str, list[Fingerprint]], again: dict[str, list[Fingerprint]]) -> str:
+        """Name the first module whose values differ, as a sentence; one that has not ended, by those that it has."""
+        # In the order in which modules ended: what is inside comes before what is around it. Parts of an adapted layer
+        # return no values where its sum was kept.
+        pairs = ((name, found, again.get(name, [])) for name, found in forward.items())
+        self.differs_in = next((name for name, found, now in pairs if not all_equal(found[: len(now)], now)), None)
+        if self.differs_in is None:
+            return ""
+        return f" The first module inside that returns something else is {self.differs_in}."
 
     def _find_fault_inside(self, forward: _Run, modules: dict[str, list[Fingerprint]]) -> str | None:
         """Compare what the modules returned that a recomputation ran before it was stopped."""
@@ -622,13 +644,6 @@ def _leads_to(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     return False
 
 
-def _first_difference(forward: dict[str, list[Fingerprint]], again: dict[str, list[Fingerprint]]) -> str | None:
-    # In the order in which modules ended: what is inside comes before what is around it. Parts of an adapted layer
-    # return no values where its sum was kept.
-    names = (name for name, found in forward.items() if again.get(name) and not all_equal(found, again[name]))
-    return next(names, None)
-
-
 def by_distance(distance: float | None) -> str:
     """Return a distance as words that end a clause."""
     if distance is None:
@@ -636,12 +651,15 @@ def by_distance(distance: float | None) -> str:
     return f" (by {'what is not a number' if isnan(distance) else f'{100 * distance:.2g} %'} of its norm)"
 
 
+_DISTANCE = re.compile(r"\(by .*? of its norm\)")
+
+
 def _as_sentences(found: dict[str, str]) -> list[str]:
     """Return one sentence for each fault, with the first region that has it."""
     regions: dict[str, list[str]] = {}
     for path, fault in found.items():
-        # With the figures and modules of the first.
-        regions.setdefault(fault[:24], []).append(path)
+        # With the figures of the first.
+        regions.setdefault(_DISTANCE.sub("", fault), []).append(path)
     return [
         f"{paths[0]}{f' (and {len(paths) - 1} more)' if len(paths) > 1 else ''}: {found[paths[0]]} Leave "
         f"{'these layers' if len(paths) > 1 else 'the layer'} out of the policy, or mend the cause; prove: off skips "

@@ -132,6 +132,16 @@ class StepSimulator:
             self._known.signatures.update(number_kinds(self._known.stacks, shared))
         return self._known.stacks
 
+    def layers_like(self, layer: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the layers that are like one, each as the number of its stack and its `layer_idx`; itself too."""
+        signatures = self._known.signatures
+        kinds = {
+            (number, each.layer_idx): signatures[each.outer]
+            for number, stack in enumerate(self.stacks)
+            for each in stack.layers
+        }
+        return [key for key, kind in kinds.items() if kind == kinds[layer]]
+
     def memory(self, plan: Plan | None) -> StepMemory:
         """Return what the step needs under a plan. A plan that does nothing counts as none."""
         key = self._key(plan)

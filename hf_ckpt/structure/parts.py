@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ckpt.structure.stored import inside_adapters, stored, weight_shape
 from hf_ckpt.upstream.deepspeed import WHOLE_SHAPE
-from hf_ckpt.upstream.torch import flattened_shapes
+from hf_ckpt.upstream.torch import COMPILED_INSIDE, flattened_shapes
 
 Shapes = dict[nn.Module, dict[str, torch.Size]]
 
@@ -40,10 +40,14 @@ def parameter_shapes(model: nn.Module) -> Shapes:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside FSDP1's wrapper; any other module as it is."""
-    while isinstance(module, FullyShardedDataParallel):
-        module = module.module
-    return module
+    """Return the module inside FSDP1's or a compiler's wrapper; any other module as it is."""
+    while True:
+        if isinstance(module, FullyShardedDataParallel):
+            module = module.module
+        elif (inner := module._modules.get(COMPILED_INSIDE)) is not None:
+            module = inner
+        else:
+            return module
 
 
 PARTS = ("attention", "ffn")
@@ -73,6 +77,8 @@ class PartFinder:
     def __init__(self, shapes: Shapes, names: Mapping[str, str | None]) -> None:
         self._shapes = shapes
         self._names = names
+        # For one model, at one time: classes come and go, and others may exchange their methods.
+        self._with_attention: dict[type, bool] = {}
 
     def is_layer(self, module: nn.Module) -> bool:
         """Whether a module is a layer: one that transformers can checkpoint, or one with an attention and an ffn.
@@ -111,8 +117,20 @@ class PartFinder:
         """
         ffn = self.parts(module)[1]
         return any(
-            _computes_attention(child) for name, child in module.named_modules() if not is_at_or_below(name, *ffn)
+            self._calls_attention(child) for name, child in module.named_modules() if not is_at_or_below(name, *ffn)
         )
+
+    def _calls_attention(self, module: nn.Module) -> bool:
+        # A forward of the instance's own may have taken the place of the class's.
+        return _calls_attention(_function(vars(module).get("forward"))) or any(
+            self._with_attention[kind] if kind in self._with_attention else self._look(kind)
+            for kind in type(module).__mro__
+        )
+
+    def _look(self, kind: type) -> bool:
+        functions = () if kind in (nn.Module, object) else map(_function, vars(kind).values())
+        found = self._with_attention[kind] = any(map(_calls_attention, functions))
+        return found
 
     def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the direct children, looking through lists (T5) and layers inside layers (Zamba)."""
@@ -190,18 +208,6 @@ def _has(module: nn.Module, name: str) -> bool:
             return False
         module = found
     return True
-
-
-def _computes_attention(module: nn.Module) -> bool:
-    # A forward of the instance's own may have taken the place of the class's.
-    return _calls_attention(_function(vars(module).get("forward"))) or any(map(_has_attention, type(module).__mro__))
-
-
-@lru_cache(maxsize=1024)
-def _has_attention(kind: type) -> bool:
-    if kind in (nn.Module, object):
-        return False
-    return any(_calls_attention(_function(value)) for value in vars(kind).values())
 
 
 def _function(value: Any) -> FunctionType | None:

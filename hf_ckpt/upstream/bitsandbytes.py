@@ -1,4 +1,4 @@
-"""Private and version-dependent names of bitsandbytes' optimizers (0.50)."""
+"""Private and version-dependent names of bitsandbytes (0.50)."""
 
 from __future__ import annotations
 
@@ -17,3 +17,16 @@ STATE_BUFFERS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (_OPTIMIZERS.attribute("_get_state_double_buffer"), (2,)),
 )
 """The methods of an optimizer that make state, with the leading dimensions: AdEMAMix makes two tensors in one."""
+
+_PRODUCTS = Feature(
+    "Letting go of the inputs that 8-bit layers keep where a layer is recomputed",
+    seen="bitsandbytes 0.50",
+    instead="Recomputed layers hold the inputs of their 8-bit layers besides.",
+    of="bitsandbytes.autograd._functions",
+)
+HELD_INPUTS: dict[str, tuple[str, tuple[None, ...] | None]] = {
+    f"{_PRODUCTS.attribute('MatMul8bitFp')}Backward": ("A", None),
+    f"{_PRODUCTS.attribute('MatMul8bitLt')}Backward": ("tensors", (None, None, None)),
+}
+"""By the node of a product with 8-bit weights, on a CPU and on CUDA: where it keeps its input, for the gradient of the
+weight, and what stands for none."""

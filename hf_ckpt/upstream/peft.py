@@ -18,6 +18,9 @@ MODEL_CONFIGS = _ADAPTERS.attribute("_peft_config")
 """The configs of prompt learning, on PEFT's model itself; `PeftModel.peft_config` is a property over both places."""
 CASTS_INPUT = _ADAPTERS.attribute("_cast_input_dtype")
 """The method of an adapted layer that casts its input to the dtype of the adapter's weights."""
+ACTIVATED_BY = "alora_invocation_tokens"
+"""Of LoRA's config, where an adapter acts behind these tokens alone (aLoRA): each forward of the model places hooks on
+all layers whose `gradient_checkpointing` is set, which only a backward takes off."""
 CONSTANT = frozenset(
     "r lora_alpha lora_bias lora_variant use_dora use_rslora kwargs _caches fan_in_fan_out is_target_conv_1d_layer "
     "ephemeral_gpu_offload cast_input_dtype_enabled".split()

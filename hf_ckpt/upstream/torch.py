@@ -5,8 +5,9 @@ See the package for what a block is. What is heavy to import (the compiler, DTen
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import methodcaller
 from types import CodeType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError
 from hf_ckpt.upstream import Feature, stand_ins
 
 if TYPE_CHECKING:
@@ -90,10 +92,34 @@ with _feature("Tiles", instead="Leave tiles out of the policy."):
 with _feature(
     "Exchanging the saved-tensor hooks of a region (a layer around its attention, selective modes, tiles)",
     instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
-):
+) as HOOKS:
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+
+# --- Memory. ---
+
+OF_HOST = "can't allocate memory|Cannot allocate memory|not enough memory: you tried to allocate"
+"""Words of the allocator of the CPU."""
+_OUT_OF_MEMORY = re.compile(
+    # Not out of something else that has to do with memory.
+    r"out of memory(?! \w)|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|"
+    # Of cuDNN 9.
+    r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|"
+    # A handle of cuBLAS takes memory of the device; any other call says it of a handle that there is not.
+    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(?:Lt)?Create|" + OF_HOST
+)
+"""Words of CUDA, cuBLAS, cuDNN, NCCL and torch's allocators, in errors that have no type of their own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory of the device or of the host, or the disk of an offload, has run out."""
+    if isinstance(error, torch.OutOfMemoryError | HostMemoryError | DiskFullError | MemoryError):
+        return True
+    # Other errors of this package may mention it: that another process was killed for want of memory.
+    is_of_others = isinstance(error, RuntimeError | OSError) and not isinstance(error, HFCkptError)
+    return is_of_others and _OUT_OF_MEMORY.search(str(error)) is not None
+
 
 # --- torch.utils.checkpoint. ---
 
@@ -101,6 +127,16 @@ with _feature("Selective recomputation", instead=_OTHER_MODE, of="torch.utils.ch
     # How torch's checkpoint stops a recomputation that has all that backward needs.
     from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
+with _feature(
+    "Kernels that read ctx.saved_tensors twice in their backward, in a region that is recomputed,",
+    instead="Read them once, or use segment_size.",
+    of="torch.utils.checkpoint",
+) as REPEATED_UNPACKS:
+    # Recomputes once for whatever is unpacked inside of it.
+    from torch.utils.checkpoint import GraphExecGroup
+
+UNPACKED_BEFORE = "already unpacked once"
+"""In what torch's checkpoint raises when a saved tensor is asked for again (torch 2.11 to 2.14)."""
 UNPACK_HOOK = _CHECKPOINT.attribute("unpack_hook")
 """The function in which torch's checkpoint recomputes: when a saved tensor is asked for."""
 RECOMPUTATION_HOOK = _CHECKPOINT.attribute("_recomputation_hook")
@@ -265,6 +301,34 @@ with _feature(
         (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
     )
+
+
+with _feature(
+    "Recomputing as under parametrize.cached()", instead="Leave cached() out, or enter it within a layer."
+) as PARAMETRIZED:
+    from torch.nn.utils import parametrize
+
+    _CACHE = parametrize._cache, parametrize._cache_enabled
+
+    def parametrized_weights() -> dict[Any, Any] | None:
+        """Return the weights that `parametrize.cached()` has kept so far; None outside of it."""
+        return parametrize._cache if parametrize._cache_enabled else None
+
+    @contextmanager
+    def parametrized_weights_kept(weights: dict[Any, Any] | None) -> Iterator[None]:
+        """Let these be the ones that it has kept so far, in the block."""
+        found = parametrize._cache, parametrize._cache_enabled
+        parametrize._cache, parametrize._cache_enabled = dict(weights or {}), int(weights is not None)
+        try:
+            yield
+        finally:
+            parametrize._cache, parametrize._cache_enabled = found
+
+
+if PARAMETRIZED.gone:
+
+    def parametrized_weights() -> dict[Any, Any] | None:
+        return None
 
 
 with _feature("Simulating what operators cost", instead=_NO_SIMULATION):

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.plan import LayerPlan, Plan
-from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward, qualified_name
 from hf_ckpt.regions.head import DeferredLogits
 from hf_ckpt.structure.layers import Stack
 from hf_ckpt.upstream.transformers import FLAG, FORWARD, FUNCTION

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.regions.execution_state import qualified_name
 from hf_ckpt.structure.parts import is_at_or_below
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
@@ -232,3 +234,38 @@ def test_subclass_of_a_layer_goes_through_the_seam() -> None:
         assert not any(FORWARD in vars(layer) for layer in layers_of(case))
         assert exactness.differences(expected, exactness.step(case)) == []
         assert runs_of(case) == [1] * 4
+
+
+# --- The flag, where others act on it. ---
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "segments"])
+def test_alora_trains_and_evaluates_as_without_a_plan(policy: str) -> None:
+    # Each forward of PEFT's model places hooks on layers whose flag is set, which only a backward takes off.
+    mode, options = POLICIES[policy]
+
+    def losses(is_planned: bool) -> list[float]:
+        case = exactness.build("llama", num_layers=2)
+        tokens = case.inputs["input_ids"][0, -2:].tolist()
+        config = LoraConfig(
+            r=2,
+            alora_invocation_tokens=tokens,
+            target_modules=["q_proj"],
+            task_type="CAUSAL_LM",
+            init_lora_weights=False,
+        )
+        torch.manual_seed(0)
+        model = get_peft_model(case.model, config).train()
+        found = []
+        with hf_ckpt.apply(model, mode, **options) if is_planned else nullcontext():
+            for _ in range(2):
+                loss = zoo.loss(model, case.inputs)
+                loss.backward()
+                found.append(loss.item())
+                with torch.no_grad():
+                    found += [zoo.loss(model.eval(), case.inputs).item(), zoo.loss(model, case.inputs).item()]
+                model.train()
+            assert not any(getattr(module, FLAG, False) for module in model.modules())
+        return found
+
+    assert losses(True) == losses(False)

@@ -90,6 +90,13 @@ class Recording(plain_models.Block):
         return super().forward(hidden)
 
 
+class Popping(plain_models.Block):
+    """Takes something out of a list that all layers share, so that its caller lets go of it."""
+
+    def forward(self, hidden: Tensor, box: list[Tensor]) -> Tensor:
+        return super().forward(hidden + box.pop())
+
+
 class Writing(plain_models.Block):
     """Writes into a tensor that all layers share."""
 
@@ -102,7 +109,8 @@ class Writing(plain_models.Block):
 @pytest.mark.parametrize(
     ("block", "inputs", "change"),
     [
-        (Recording, {"seen": []}, "appends to a list that it is given, or changes what is in it"),
+        (Recording, {"seen": []}, "adds something to a list that it is given"),
+        (Popping, {"box": [torch.ones(()), torch.ones(())]}, "takes something out of a list that it is given"),
         (Writing, {"sums": torch.zeros(())}, "writes into a tensor that it is given"),
     ],
 )

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.module_state import STATE
 from tests import exactness, modes, plain_models, training, zoo
@@ -531,6 +531,18 @@ def test_weights_that_accelerate_loads_for_each_use_are_no_change(way: str) -> N
             (gradient,) = torch.autograd.grad(each.model(**given).loss, embeds)
         found.append(gradient)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "selective"])
+def test_what_trains_and_is_loaded_for_each_use_is_said_to_get_no_gradient(policy: str) -> None:
+    model = get_peft_model(modes.llama().model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    cpu_offload(model.train(), torch.device("cpu"))
+    ids = torch.arange(8)[None]
+    with hf_ckpt.apply(model, policy), pytest.raises(PlanMismatchError) as raised:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert "get no gradient, without a plan either: they lie on `meta` and are loaded for each forward" in str(
+        raised.value
+    )
 
 
 def test_notes_are_no_part_of_copies() -> None:

@@ -169,3 +169,14 @@ def test_trainer_with_layers_compiled_by_hand_has_the_losses_of_one_without(tmp_
     run = trainer(model, tmp_path, callback(policy))
     run.train()
     assert losses(run) == losses(plain)
+
+
+@pytest.mark.parametrize(("part", "policy"), [("", "full"), ("", "attention"), ("mlp", "ffn")])
+@pytest.mark.sweep(keep=1)
+def test_a_compiler_may_stand_around_one_layer_or_part(part: str, policy: str) -> None:
+    case = exactness.build("llama", num_layers=2)
+    expected = exactness.step(case)
+    path = f"model.layers.0.{part}".rstrip(".")
+    case.model.set_submodule(path, torch.compile(case.model.get_submodule(path), backend="eager"))
+    with hf_ckpt.apply(case.model, policy):
+        assert exactness.differences(expected, step(case, case.model)) == []

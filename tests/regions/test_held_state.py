@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
-from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.errors import RecomputationError, UnsupportedError
 from tests import zoo
 from tests.modes import REGIONS
 
@@ -388,7 +388,7 @@ def test_state_is_put_back_when_a_recomputation_raises() -> None:
         model(inputs(0)).backward()
         loss, seen = model(inputs(1)), [layer.seen for layer in model.layers]
         fails.append(1)
-        with pytest.raises(KeyError):
+        with pytest.raises(RecomputationError, match="KeyError: 'in the recomputation'"):
             loss.backward()
         assert all(
             layer.seen is found and bool((found == 2).all()) for layer, found in zip(model.layers, seen, strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -233,35 +232,3 @@ def test_segment_ends_where_another_thread_goes_on() -> None:
     with hf_ckpt.apply(case.model, "full", segment_size=4):
         assert order_of_recomputation(case) == ENDED
         assert exactness.differences(expected, exactness.step(case)) == []
-
-
-class AskingTwice(torch.autograd.Function):
-    """Doubles its input; backward asks for what was saved two times, as some of torch's own do."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
-        assert torch.equal(first, second)
-        return gradient * 2
-
-
-class Doubling(plain_models.Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(AskingTwice.apply(hidden))
-
-
-def test_backward_that_asks_twice_is_exact() -> None:
-    case = plain_models.case(plain_models.Decoder([Doubling() for _ in range(4)]))
-    assert exactness.check(case, "segments_2") == []
-
-
-@pytest.mark.parametrize("policy", ["full", "nested"])
-def test_backward_that_asks_twice_is_refused_by_torchs_own_checkpointing(policy: str) -> None:
-    case = plain_models.case(plain_models.Decoder([Doubling() for _ in range(4)]))
-    with exactness.apply(case.model, policy), pytest.raises(RuntimeError, match="already unpacked once"):
-        exactness.step(case)

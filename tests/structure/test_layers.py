@@ -467,3 +467,24 @@ def test_modules_are_those_of_torch_in_the_same_order_though_one_is_in_two_place
     model = nn.ModuleDict({"a": nn.Sequential(shared[1], shared), "b": shared, "c": nn.ModuleList([nn.Tanh()])})
     model.register_module("none", None)
     assert list(modules_of(model)) == list(model.modules())
+
+
+class Mixing(nn.Module):
+    """Computes no attention until another forward is put in the place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(plain_models.WIDTH, plain_models.WIDTH) for _ in range(3))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        mixed: Tensor = self.value(hidden).cumsum(1)
+        return mixed
+
+
+def test_what_a_class_computes_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = plain_models.case()
+    for block in case.model.blocks:
+        block.attention = Mixing()
+    assert not any(layer.computes_attention for layer in find_layers(case.model)[0].layers)
+    monkeypatch.setattr(Mixing, "forward", plain_models.Attention.forward)
+    assert all(layer.computes_attention for layer in find_layers(case.model)[0].layers)

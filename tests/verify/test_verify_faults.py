@@ -255,7 +255,7 @@ def test_branch_that_is_taken_differently(tmp_path: Path) -> None:
 
     details = failed(report(tmp_path, setup=alternate, **FULL))
     assert details["run"].startswith(
-        "With the plan the run ends after 0 steps while recomputing model.layers.1: Checkpoint"
+        "With the plan the run ends after 0 steps while recomputing model.layers.1: Recomputation"
     )
     assert "Recomputation left out aten.sin.default" in details["first difference"]
     assert localize.BRANCH in details["first difference"]

@@ -293,7 +293,7 @@ class KeptOutputs:
     def _refuse(self, looked_at: list[_Look]) -> None:
         found = [look for look in looked_at if look.differs()]
         name = self._first(looked_at)
-        where = f"{self._state.path or 'A layer'} is recomputed in backward, but"
+        where = f"{self._state.path} is recomputed in backward, but"
         if all(look.is_fed for look in found):
             # Kernels of a device need not repeat themselves; those of a CPU do, but for a few.
             region = None if torch.are_deterministic_algorithms_enabled() else self._region

@@ -7,7 +7,7 @@ Knows them by the names of their classes, so that no library has to be there. Se
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, reduce
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
@@ -141,13 +141,9 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def _is_one_of(module: nn.Module, names: frozenset[str]) -> bool:
-    cls: Any = type(module)
-    return _name_of(cls) in names
-
-
-@cache
-def _name_of(cls: Any) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    cls = type(module)
+    # Nothing is remembered of a class: parametrizations and engines make some for each module.
+    return f"{cls.__module__}.{cls.__qualname__}" in names
 
 
 # --- What they return. ---
