@@ -145,6 +145,7 @@ OF_SOME_VERSIONS = {
     "_fsdp_param_groups",
     "_fsdp_param_group",
     "_can_checkpoint_with_cache",
+    "_experts_implementation",
     "_loss_shifts_labels",
     "_pp_stage",
 }
