@@ -9,7 +9,7 @@ import pytest
 
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.escalation import Escalation, Failed
-from hf_ckpt.recovery.ladder import Ladder, Rung
+from hf_ckpt.recovery.ladder import Ladder, Rung, Size
 from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
 
 NUM_RUNGS = 6
@@ -21,8 +21,13 @@ def plan(number: int) -> Any:
     return SimpleNamespace(stacks=[], number=number)
 
 
-def failed(size: int) -> Failed:
-    return Failed(Failure(RuntimeError("out of memory"), Part.BACKWARD, Figures()), 1, size, f"{size} bytes")
+def tokens(number: int) -> Size:
+    return Size((("input_ids", number, number),))
+
+
+def failed(number: int) -> Failed:
+    failure = Failure(RuntimeError("out of memory"), Part.BACKWARD, Figures())
+    return Failed(failure, 1, tokens(number), f"{number} tokens")
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def escalation() -> Escalation:
     ladder = Ladder(plan(0), 1, room)
     ladder.rungs = [Rung(plan(number), f"rung {number}") for number in range(NUM_RUNGS)]
     ladder.level = NUM_RUNGS - 1
-    ladder._failed = {0: 200, 1: 200, 2: 200, 3: 200, 4: 400}
+    ladder._failed = {level: [(tokens(400 if level == 4 else 200), 0.0)] for level in range(NUM_RUNGS - 1)}
     ladder.end_step()
     made = Escalation(ladder, lambda *given: None, lambda rung: None)
     made.begin_step()
@@ -46,14 +51,14 @@ def run(size: int, escalation: Escalation) -> int:
         level = escalation.ladder.level
         return level, None if level >= PASSES_ON[size] else failed(size)
 
-    escalation.stand_on(escalation.ladder.level_for(size))
+    escalation.stand_on(escalation.ladder.level_for(tokens(size)))
     level, failure = once()
     return level if failure is None else escalation.recover(failure, lambda: None, once)
 
 
 def test_a_later_micro_batch_gets_the_leanest_rung_that_another_one_has_jumped_to(escalation: Escalation) -> None:
     assert run(100, escalation) == 5
-    assert escalation.ladder.level_for(300) < 5
+    assert escalation.ladder.level_for(tokens(300)) < 5
     assert run(300, escalation) == 5
 
 
