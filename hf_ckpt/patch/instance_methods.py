@@ -30,6 +30,11 @@ def set_method(owner: object, name: str, run: partial[Any]) -> partial[Any]:
     return ours
 
 
+def method_before(owner: object, name: str, found: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the method under the one that `set_method` has set: `found`, or the class's own where that is None."""
+    return partial(getattr(type(owner), name), owner) if found is None else found
+
+
 def take_off(owner: object, name: str, ours: Any) -> None:
     """Take off what `set_method` has set. If another method stands over it, that one stays."""
     # In place: whoever has put its own over ours, or keeps ours to put it back, has this object.
@@ -56,7 +61,7 @@ def _call_original(owner: Any, name: str, found: Callable[..., Any] | None, *arg
     """What a method that was taken off has become."""
     if not torch.compiler.is_compiling():
         _vanish(owner, name)
-    return getattr(type(owner), name)(owner, *args, **kwargs) if found is None else found(*args, **kwargs)
+    return method_before(owner, name, found)(*args, **kwargs)
 
 
 def _vanish(owner: object, name: str) -> None:

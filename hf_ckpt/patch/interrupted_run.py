@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_ckpt.patch.instance_methods import set_method, take_off
+from hf_ckpt.patch.instance_methods import method_before, set_method, take_off
 
 _SAVE, _TRAIN, _TRAINING_STEP = "save_pretrained", "train", "training_step"
 
@@ -161,4 +161,4 @@ def _try_first(
     removal: Removal, module: nn.Module, name: str, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
     removal.run_if_over(module)
-    return getattr(type(module), name)(module, *args, **kwargs) if found is None else found(*args, **kwargs)
+    return method_before(module, name, found)(*args, **kwargs)

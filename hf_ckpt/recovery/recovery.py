@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import OutOfMemoryError, PolicyError
-from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
+from hf_ckpt.patch.instance_methods import method_before, run_all, set_method, take_off
 from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
@@ -306,7 +306,7 @@ def _set_method(recovery: Recovery, owner: object, name: str) -> Callable[[], No
 def _call(
     recovery: Recovery, owner: object, name: str, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    call = TrainerCall(partial(getattr(type(owner), name), owner) if found is None else found, args, kwargs)
+    call = TrainerCall(method_before(owner, name, found), args, kwargs)
     if recovery.is_over():
         recovery.stop()
         return call()

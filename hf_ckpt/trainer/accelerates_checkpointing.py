@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hf_ckpt.patch.instance_methods import set_method
+from hf_ckpt.patch.instance_methods import method_before, set_method
 from hf_ckpt.upstream import accelerate
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def hold_off_accelerates_checkpointing(trainer: Any, callback: object) -> None:
 def _prepare(
     accelerator: Any, callback: object, handler: Any, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    prepare = partial(type(accelerator).prepare, accelerator) if found is None else found
+    prepare = method_before(accelerator, "prepare", found)
     plugin = accelerate.fsdp_plugin()
     if plugin is None or callback not in handler.callbacks:
         return prepare(*args, **kwargs)

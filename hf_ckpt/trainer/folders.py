@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerState, TrainingArguments
 
-from hf_ckpt.patch.instance_methods import set_method, take_off
+from hf_ckpt.patch.instance_methods import method_before, set_method, take_off
 from hf_ckpt.patch.interrupted_run import running_trainer, train_arguments
 from hf_ckpt.upstream.transformers import OUTPUT_FOLDER, SAVE_MODEL
 
@@ -76,7 +76,7 @@ def _save_model(
     _internal_call: bool = False,
     **options: Any,
 ) -> Any:
-    save = partial(getattr(type(trainer), SAVE_MODEL), trainer) if found is None else found
+    save = method_before(trainer, SAVE_MODEL, found)
     folder = None if output_dir is None else Path(output_dir).absolute()
     returned = save(output_dir, _internal_call=_internal_call, **options)
     if _internal_call and folder is not None:
