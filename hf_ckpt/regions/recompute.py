@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -52,6 +52,7 @@ from hf_ckpt.upstream.torch import (
     REPEATED_UNPACKS,
     UNPACKED_BEFORE,
     GraphExecGroup,
+    has_compiled,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -61,6 +62,9 @@ from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
+
+
+Pack = Callable[[Tensor], Any]
 
 
 def recompute(function: Function, *args: Any, proof: RegionProof | None = None) -> Any:
@@ -102,9 +106,17 @@ def run_watched(
     return returned
 
 
-def run_checkpointed(proof: CallProof | None, call: Call, run: Function, tensors: Sequence[Any], **options: Any) -> Any:
+def run_checkpointed(
+    proof: CallProof | None,
+    call: Call,
+    run: Function,
+    tensors: Sequence[Any],
+    noting: Callable[[Pack], Pack] | None = None,
+    **options: Any,
+) -> Any:
     """Run `run(*tensors)`, which runs `call`, under torch's checkpoint; to the end again where `proof` needs that.
 
+    `noting` takes what packs each tensor that autograd saves in the forward, and returns what to call in its place.
     Raises `GradientInside`: see `holding_if_needed`.
     """
     # Entered before the checkpoint reads the state of the generators.
@@ -113,7 +125,7 @@ def run_checkpointed(proof: CallProof | None, call: Call, run: Function, tensors
             options["early_stop"] = not proof.runs_to_end
             run = partial(proof.run, run)
         witnesses = device_witnesses(tensors, call.others)
-        forward = _Forward(run, call.state, proof, len(witnesses))
+        forward = _Forward(run, call.state, proof, len(witnesses), noting)
         given = (*witnesses, *tensors)
         return forward.end(checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True, **options))
 
@@ -129,8 +141,16 @@ class _Forward:
     kernel that reads `ctx.saved_tensors` twice, is computed again.
     """
 
-    def __init__(self, run: Function, state: CallState, proof: CallProof | None, num_witnesses: int) -> None:
+    def __init__(
+        self,
+        run: Function,
+        state: CallState,
+        proof: CallProof | None,
+        num_witnesses: int,
+        noting: Callable[[Pack], Pack] | None,
+    ) -> None:
         self._run = run
+        self._noting = noting
         self._state = state
         self._proof = proof
         self._num_witnesses = num_witnesses
@@ -144,7 +164,7 @@ class _Forward:
         if not self._is_forward:
             # As torch's generators, which its checkpoint brings back. If the forward drew nothing from them, what is
             # kept of it (`_ModuleOutputs`) may still set them.
-            with recomputing(), HostRandomState.put_back(self._host_random):
+            with recomputing(), HostRandomState.put_back(self._host_random), _packed_directly():
                 return self._run(*tensors)
         if self._host_random is not None:
             # The generators are as they were when the forward began: torch has brought its own back.
@@ -152,28 +172,21 @@ class _Forward:
             raise GradientInside(RandomState.of(*given))
         self._host_random = HostRandomState.now()
         try:
-            with self._explaining(), held_saved_tensors() if self._state.takes_gradients else nullcontext():
+            with self._own_hooks(), held_saved_tensors() if self._state.takes_gradients else nullcontext():
                 return self._run(*tensors)
         except BaseException as error:  # noqa: BLE001  # `end` raises it
             self._error = error
 
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Have `_unpack` called where what the block saves is asked for."""
+    def _own_hooks(self) -> AbstractContextManager[None]:
+        """Have what a block saves noted, and `_unpack` called where it is asked for."""
+        # Explaining can be done without; noting what is saved cannot.
+        is_off = HOOKS.gone and self._noting is None
         # Without gradients the innermost hooks are not torch's checkpoint's.
-        hooks = None if HOOKS.gone or not torch.is_grad_enabled() else top_saved_tensors_hooks(False)
+        hooks = None if is_off or not torch.is_grad_enabled() else top_saved_tensors_hooks(False)
         if hooks is None:
-            yield
-            return
-        # In their place, not on top: see `_without_hooks_of_region`.
+            return nullcontext()
         pack, unpack = hooks
-        pop_saved_tensors_hooks()
-        push_saved_tensors_hooks(pack, partial(self._unpack, unpack))
-        try:
-            yield
-        finally:
-            pop_saved_tensors_hooks()
-            push_saved_tensors_hooks(pack, unpack)
+        return hooks_exchanged(self._noting(pack) if self._noting else pack, partial(self._unpack, unpack))
 
     def _unpack(self, unpack: Callable[[Any], Tensor], packed: Any) -> Tensor:
         try:
@@ -207,6 +220,35 @@ class _Forward:
                 # Its traceback has this object, and with it all that the forward has made.
                 self._error = None
         return returned
+
+
+@contextmanager
+def hooks_exchanged(*own: Any) -> Iterator[None]:
+    """Put other saved-tensor hooks in the place of the innermost ones for the block; none take those away.
+
+    The public `saved_tensors_hooks` can only be stacked: hooks on top would hide the tensors from hooks that the user
+    placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
+    """
+    found = top_saved_tensors_hooks(False)
+    pop_saved_tensors_hooks()
+    if own:
+        push_saved_tensors_hooks(*own)
+    try:
+        yield
+    finally:
+        if own:
+            pop_saved_tensors_hooks()
+        push_saved_tensors_hooks(*found)
+
+
+def _packed_directly() -> AbstractContextManager[None]:
+    """Have what a recomputation saves packed without asking torch's compiler out of the way, where it has no work.
+
+    torch from 2.13 on asks it so for each tensor, in Python: a twentieth of a recomputation of small tensors.
+    """
+    hooks = None if HOOKS.gone or has_compiled() else top_saved_tensors_hooks(False)
+    directly = None if hooks is None else getattr(hooks[0], "__wrapped__", None)
+    return nullcontext() if hooks is None or directly is None else hooks_exchanged(directly, hooks[1])
 
 
 # --- Gradients that a forward takes inside of itself. ---
@@ -258,14 +300,10 @@ def held_saved_tensors() -> Iterator[None]:
         tensor: Tensor = unpack(found.packed) if found.tensor is None else found.tensor
         return tensor
 
-    # In their place, not on top: see `_without_hooks_of_region`.
-    pop_saved_tensors_hooks()
-    push_saved_tensors_hooks(pack_and_hold, unpack_held)
     try:
-        yield
+        with hooks_exchanged(pack_and_hold, unpack_held):
+            yield
     finally:
-        pop_saved_tensors_hooks()
-        push_saved_tensors_hooks(pack, unpack)
         for each in held:
             if (found := each()) is not None:
                 found.tensor = None
@@ -389,7 +427,8 @@ class _ModuleOutputs:
             # What follows must see the random numbers that it saw after the attention had drawn its own.
             random_state.restore()
             return output
-        with _without_hooks_of_region():
+        # Autograd saves there as usual.
+        with hooks_exchanged():
             output = forward(*args, **kwargs)
         detached = tree_map_only(Tensor, _detached, output)
         self._returned.append((detached, RandomState.of(detached), GivenBits(tensors_in(detached))))
@@ -401,21 +440,6 @@ class _ModuleOutputs:
 def _detached(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph, so that keeping it keeps nothing else."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _without_hooks_of_region() -> Iterator[None]:
-    """Take the saved-tensor hooks of the innermost region away for the block, so that autograd saves there as usual.
-
-    The public `saved_tensors_hooks` can only be stacked: identity hooks on top would hide the tensors from hooks that
-    the user placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
-    """
-    hooks = top_saved_tensors_hooks(False)
-    pop_saved_tensors_hooks()
-    try:
-        yield
-    finally:
-        push_saved_tensors_hooks(*hooks)
 
 
 # --- A call, kept so that it can be run again. ---

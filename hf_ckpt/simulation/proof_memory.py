@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from hf_ckpt.regions.execution_state import Function, module_of
 from hf_ckpt.regions.fingerprints import Fingerprint, checksum_scratch_bytes, scratch_bytes
+from hf_ckpt.regions.recompute import hooks_exchanged
 from hf_ckpt.regions.value_proof import CallProof, RegionProof
 from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.upstream.torch import (
     RECOMPUTATION_HOOK,
     DisableTorchFunction,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     top_saved_tensors_hooks,
     tree_leaves,
 )
@@ -128,10 +127,10 @@ def _counted_saves(on_save: Callable[[int], None]) -> Iterator[list[None]]:
     """Count what autograd saves in the block; yields a list with as many items.
 
     Where torch's checkpoint recomputes, `on_save` is called with each new count. The hooks that are on top take what is
-    saved, and stay there: see `regions.recompute`.
+    saved.
     """
     saved: list[None] = []
-    pack, unpack = hooks = top_saved_tensors_hooks(False)
+    pack, unpack = top_saved_tensors_hooks(False)
     # It may have all that it needs in the middle of an operator. A segment reports that by itself.
     calls_back = RECOMPUTATION_HOOK in getattr(pack, "__qualname__", "")
 
@@ -141,10 +140,5 @@ def _counted_saves(on_save: Callable[[int], None]) -> Iterator[list[None]]:
             on_save(len(saved))
         return pack(tensor)
 
-    pop_saved_tensors_hooks()
-    push_saved_tensors_hooks(counting, unpack)
-    try:
+    with hooks_exchanged(counting, unpack):
         yield saved
-    finally:
-        pop_saved_tensors_hooks()
-        push_saved_tensors_hooks(*hooks)

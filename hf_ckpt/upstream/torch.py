@@ -6,6 +6,7 @@ See the package for what a block is. What is heavy to import (the compiler, DTen
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -640,14 +641,22 @@ _COMPILER = _feature(
     instead='Regions run uncompiled with backend="eager"; compile with it, or leave torch.compile out.',
     of=(
         "torch torch._dynamo.eval_frame torch._dynamo.symbolic_convert torch._dynamo.decorators "
+        "torch._dynamo.convert_frame "
         "torch._dynamo.backends.common"
     ),
 )
 INDUCTOR = _COMPILER.attribute("_TorchCompileInductorWrapper")
 IS_CONSTANT = _COMPILER.attribute("_dynamo_marked_constant")
 """The mark of functions that the compiler calls once, for a constant."""
+_NUM_FRAMES = _COMPILER.attribute("FRAME_COUNTER")
 AOT_BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_with_mode", "cudagraphs")
 """Of `torch._dynamo.backends`."""
+
+
+def has_compiled() -> bool:
+    """Whether the compiler may have looked at code in this process."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and getattr(frames, _NUM_FRAMES, 1) != 0
 
 
 @_COMPILER

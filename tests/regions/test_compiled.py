@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import hf_ckpt
+from hf_ckpt.regions.recompute import recompute
+from hf_ckpt.upstream.torch import top_saved_tensors_hooks
 from tests import exactness, zoo
 from tests.exactness import Result
 from tests.training import callback, llama, losses, trainer
@@ -180,3 +183,26 @@ def test_a_compiler_may_stand_around_one_layer_or_part(part: str, policy: str) -
     case.model.set_submodule(path, torch.compile(case.model.get_submodule(path), backend="eager"))
     with hf_ckpt.apply(case.model, policy):
         assert exactness.differences(expected, step(case, case.model)) == []
+
+
+@pytest.mark.parametrize("has_compiled", [False, True])
+def test_compiler_without_work_is_not_asked_for_each_saved_tensor(has_compiled: bool) -> None:
+    if has_compiled:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    model, packs = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), []
+    hook = model.register_forward_pre_hook(lambda *_: packs.append(top_saved_tensors_hooks(False)[0]))
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 4, requires_grad=True)
+    recompute(model, inputs).sum().backward()
+    hook.remove()
+    _, pack = packs
+    # torch 2.13 and later.
+    assert hasattr(pack, "__wrapped__") is (has_compiled and detours())
+    inputs.grad, found = None, inputs.grad
+    model(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, found, rtol=0, atol=0)
+
+
+def detours() -> bool:
+    """Whether torch asks its compiler out of the way there."""
+    return "_dynamo.disable" in inspect.getsource(torch.utils.checkpoint._recomputation_hook)

@@ -125,8 +125,7 @@ class KeptOutputs:
         self._turn = coverage.turns.randrange(TURNS)
         self._operators: frozenset[CallId] = frozenset()
         self.entries: dict[CallId, _KeptOutput] = {}
-        # How many there were when autograd saved a tensor last: recomputation comes at least as far as there.
-        self.num_needed = 0
+        self._num_needed = 0
         # Adapted layers that were taken as a whole, whether or not anything of them is kept: their rank, and columns,
         # dtype and device of what they returned.
         self.adapted: dict[CallId, tuple[int, int, torch.dtype, torch.device]] = {}
@@ -166,11 +165,21 @@ class KeptOutputs:
             return [each.hash for each in found], found
         return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), ()
 
+    def noting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return `pack`, which autograd calls for what it saves, noting that recomputation comes at least to there."""
+        entries = self.entries
+
+        def note_and_pack(tensor: Tensor) -> Any:
+            self._num_needed = len(entries)
+            return pack(tensor)
+
+        return note_and_pack
+
     def finish(self) -> None:
         """End the forward: let go what the region wrote to or no recomputation comes to; the keeper gets the rest."""
         numbers = list(self.entries)
-        self._operators = frozenset(numbers[: self.num_needed])
-        self._unneeded = set(numbers[self.num_needed :])
+        self._operators = frozenset(numbers[: self._num_needed])
+        self._unneeded = set(numbers[self._num_needed :])
         for number in self._unneeded:
             del self.entries[number]
         if self._values is not None or not self._coverage.knows((self._setting, self._operators)):
@@ -346,7 +355,7 @@ def _are_late(sums: Iterable[BitSum]) -> bool:
     return not _ON_HOST.issuperset(map(type, sums))
 
 
-_ON_HOST = frozenset({int})
+_ON_HOST = frozenset({int, bytes})
 
 
 def _tensors_of(output: Any) -> list[Tensor]:

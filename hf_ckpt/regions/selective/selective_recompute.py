@@ -17,8 +17,8 @@ which recomputes attention alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,13 +54,7 @@ from hf_ckpt.regions.selective.save_rules import (
     may_keep,
     operator_kind,
 )
-from hf_ckpt.upstream.torch import (
-    DelayedError,
-    StopRecomputation,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    top_saved_tensors_hooks,
-)
+from hf_ckpt.upstream.torch import DelayedError, StopRecomputation
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -156,7 +150,7 @@ def _recompute_eagerly(
     def run(call_proof: CallProof | None) -> Any:
         kept = KeptOutputs(keeper, coverage, call.state, setting, call_proof, values)
         contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
-        return run_checkpointed(call_proof, call, call.run, tensors, context_fn=contexts)
+        return run_checkpointed(call_proof, call, call.run, tensors, kept.noting, context_fn=contexts)
 
     return run_watched(values, function, args, call, tensors, run)
 
@@ -169,7 +163,7 @@ def _contexts(
         # A mode can skip no operator until all is proved, and where probabilities are followed.
         ignores = saves.ignores if coverage.is_complete and not saves.attention else lambda function: False
         drive = partial(DispatchMode, ignores=ignores)
-    forward = _noting_saves(kept, drive(partial(ForwardRun, kept, saves, coverage)))
+    forward = drive(partial(ForwardRun, kept, saves, coverage))
     return forward, drive(partial(_recomputation, coverage, saves, kept, uses_kernels))
 
 
@@ -325,22 +319,3 @@ class RecomputationRun(_Run):
         # Torch stops it by an exception once it has what backward needs.
         if raised is None or issubclass(raised, (StopRecomputation, AllRecomputed)):
             self._kept.check()
-
-
-@contextmanager
-def _noting_saves(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator[None]:
-    """Run a region's forward, whose operators `driver` gives away, and note after which of them autograd saves."""
-    # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
-    pack, unpack = top_saved_tensors_hooks(False)
-    entries = kept.entries
-
-    def note_and_pack(tensor: Tensor) -> Any:
-        kept.num_needed = len(entries)
-        return pack(tensor)
-
-    push_saved_tensors_hooks(note_and_pack, unpack)
-    try:
-        with driver:
-            yield
-    finally:
-        pop_saved_tensors_hooks()
