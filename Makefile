@@ -56,6 +56,9 @@ setup: .venv/.installed
 .venv/.finetune: pyproject.toml constraints.txt
 	$(call install,.venv,constraints.txt,finetune)
 
+.venv/.all: .venv/.installed
+	$(call install,.venv,constraints.txt,test-all)
+
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(call install,.venv-oldest,constraints-oldest.txt,test-core)
 
@@ -116,6 +119,7 @@ test test-all test-benchmarks test-distributed test-browser test-oldest: export 
 # Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
 # The tests in two processes and mypy run next to the others: those processes wait for each other most of the time.
 test test-oldest: cases = --cases 1
+test-all: .venv/.all
 test test-all: lint
 	@{ $(call launch,2) $(cases) $(DISTRIBUTED_ARGS)$(if $(cases),, && $(call launch,4) $(DISTRIBUTED_ARGS)); } \
 	    > .venv/two_processes.log 2>&1 & two=$$!; \

@@ -165,6 +165,7 @@ def test_parameters_that_train_later_are_planned_for(
     assert sum("planning anew" in line for line in caplog.messages) == 1
 
 
+@pytest.mark.sweep
 def test_what_then_fits_no_budget_is_said(tmp_path: Path) -> None:
     wide = {"hidden_size": 64, "intermediate_size": 128}
     _, planned = run(tmp_path / "first", frozen(**wide))

@@ -297,6 +297,7 @@ def test_profile_prints_what_was_measured_and_predicted(tmp_path: Path, capsys: 
     assert "recompute layer 1" in trace.read_text()
 
 
+@pytest.mark.sweep
 def test_step_that_does_not_fit_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = {**small_recipes.CONFIG, "hidden_size": 65536, "num_attention_heads": 512, "num_hidden_layers": 8}
     recipe = str(small_recipes.write(tmp_path, model={"config": large}, checkpointing=None))

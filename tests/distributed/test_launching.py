@@ -105,6 +105,7 @@ def recipe(tmp_path: Path) -> Path:
     return small_recipes.write(tmp_path, model=model, lora=small_recipes.LORA, training={"max_steps": 2})
 
 
+@pytest.mark.sweep
 @pytest.mark.distributed
 def test_wrong_recipe_is_told_once_and_ends_all(recipe: Path) -> None:
     code, printed, errors = launch(str(recipe), "training.learning_rat=1")

@@ -39,6 +39,7 @@ def test_plan_for_the_budget_takes_the_place_of_the_policy() -> None:
     assert notes[0].startswith("policy auto: the plan for 70.0 MiB of ")
 
 
+@pytest.mark.sweep
 def test_plan_is_for_the_processes_that_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = with_engine(recipe_with("checkpointing.memory_budget=70MiB"), "fsdp2")
     with pytest.raises(RecipeError, match="how many there are is not said"):

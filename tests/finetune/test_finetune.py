@@ -101,6 +101,7 @@ def test_adapter_recipe_trains_its_base_first(tiny: Path, capsys: pytest.Capture
     assert_same_answers(tiny / "base", tiny / "lora", tiny / "lora" / "merged")
 
 
+@pytest.mark.sweep
 @untied
 def test_base_that_is_there_is_not_trained_again(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = tiny / "base" / "model.safetensors"

@@ -111,6 +111,7 @@ def test_run_ends_with_exit_code_1_and_says_the_part(
         assert "Probable cause: something else than the step, which is predicted to need" in message
 
 
+@pytest.mark.sweep
 def test_step_of_another_trainer_is_predicted_with_its_own_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +219,7 @@ WIDE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_
 FULL_SIZE = {"config": {**WIDE, "num_attention_heads": 2}}
 
 
+@pytest.mark.sweep
 def test_budget_that_fits_is_the_override(tmp_path: Path) -> None:
     text = explained(tmp_path, Batch(8, 512), 47 * MIB, model=FULL_SIZE)
     assert "Predicted for this batch: " in text

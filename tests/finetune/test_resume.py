@@ -92,6 +92,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
 
+@pytest.mark.sweep
 def test_full_fine_tune_goes_on_inside_a_later_epoch(tmp_path: Path) -> None:
     # 77 rows are 7 steps of 4 batches of 3, the last one a smaller one: step 10 lies inside the second epoch.
     steps = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "max_steps": 20, "save_steps": 10}

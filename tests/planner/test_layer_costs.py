@@ -55,6 +55,7 @@ def test_modes_that_raise_in_some_layers_are_left_out_there(caplog: pytest.LogCa
     assert chunked.head_bytes < chain.head_bytes
 
 
+@pytest.mark.sweep
 def test_auto_plans_without_them() -> None:
     case = planted(1)
     expected = exactness.step(case)

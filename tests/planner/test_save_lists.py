@@ -92,6 +92,7 @@ def full_cost(built: nn.Module, step: Step) -> Cost:
     return reading(built, "full", step).cost(MIDDLE)
 
 
+@pytest.mark.sweep
 def test_every_list_of_a_chain_can_be_applied_and_there_are_few() -> None:
     built = model("llama-lora")
     chain = chain_of(StepSimulator(built, STEP, A100))
@@ -113,6 +114,7 @@ def test_lists_for_a_card_are_kept_where_another_kernel_runs() -> None:
             assert exactness.differences(expected, exactness.step(case)) == []
 
 
+@pytest.mark.sweep
 def test_chain_keeps_attention_only_in_the_layers_that_have_it() -> None:
     chain = chain_of(
         StepSimulator(zoo.build("lfm2_moe", num_layers=2).model, Step(batch_size=1, seq_length=4, optim=None), A100)

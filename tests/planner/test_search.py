@@ -52,10 +52,12 @@ def test_no_plan_exceeds_its_budget(result: dict[str, object]) -> None:
     assert verdict(result)["num_over_budget"] == 0
 
 
+@pytest.mark.sweep
 def test_no_fixed_policy_that_fits_is_faster(result: dict[str, object]) -> None:
     assert verdict(result)["num_slower"] == 0
 
 
+@pytest.mark.sweep
 def test_most_budgets_between_the_extremes_have_a_plan_that_beats_every_fixed_policy(result: dict[str, object]) -> None:
     counted = verdict(result)
     assert counted["num_faster_between"] >= counted["num_between"] / 2
@@ -92,6 +94,7 @@ def test_a_chunked_head_is_chosen_where_nothing_fits_without() -> None:
     assert found.memory.peak_bytes <= 272_629_760
 
 
+@pytest.mark.sweep
 def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
     with pytest.raises(BudgetError, match="weights"):
         StepPlanner(StepSimulator(build(SHALLOW), Step(batch_size=1, seq_length=64), CPU)).plan_for(Capacity(1_000_000))

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.sweep
 def test_resident_memory_of_the_process_rises_by_what_is_predicted() -> None:
     # The benchmark holds the policies and larger steps, which compute for minutes.
     case = Case(batch_size=6, layers=4)

@@ -152,6 +152,7 @@ def test_the_last_layer_does_not_offload(chain: Chain) -> None:
     assert does == [True] * (LAYERS - 1) + [False]
 
 
+@pytest.mark.sweep
 def test_cost_of_offload_is_that_of_the_simulated_step(chain: Chain) -> None:
     for option in (FULL, LayerPlan(Mode.SELECTIVE_ATTENTION)):
         entries = [replace(option, offload=CPU_OFFLOAD)] * (LAYERS - 1) + [option]

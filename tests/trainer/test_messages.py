@@ -116,6 +116,7 @@ def test_a_search_for_hyperparameters_shows_its_first_trial_only(
     assert len(shown(capsys)) == 2
 
 
+@pytest.mark.sweep
 def test_a_plan_that_is_made_again_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.auto.test_auto import Stream, between, run
 

@@ -188,7 +188,7 @@ def test_nothing_is_missing_here(take_away: Callable[[str, str], dict[str, Any]]
 
 
 @pytest.mark.core
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 @pytest.mark.parametrize(("library", "name"), TAKEN, ids=[" ".join(each) for each in TAKEN])
 def test_a_name_that_is_gone_takes_one_feature_with_it(
     library: str, name: str, take_away: Callable[[str, str], dict[str, Any]]
