@@ -28,7 +28,7 @@ from hf_ckpt.estimate.max_length_and_batch import largest_of_all, leanest_plans,
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
-from hf_ckpt.planner.integer_search import Limit
+from hf_ckpt.planner.largest_that_fits import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.step_memory import Phase, Place, StepMemory

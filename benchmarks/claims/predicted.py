@@ -38,7 +38,7 @@ from benchmarks.claims.simulated_rows import (
     to_the_end,
 )
 from benchmarks.runner import RESULTS, main
-from hf_ckpt.planner.integer_search import largest
+from hf_ckpt.planner.largest_that_fits import largest
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.simulator import StepSimulator

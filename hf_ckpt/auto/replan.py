@@ -30,7 +30,7 @@ from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, SmallerBatchError, UnsupportedError
 from hf_ckpt.patch.interrupted_run import is_beside_training_steps
 from hf_ckpt.planner.advice import Exactness, inexact_parts
-from hf_ckpt.planner.integer_search import largest
+from hf_ckpt.planner.largest_that_fits import largest
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan

@@ -13,7 +13,7 @@ from hf_ckpt.estimate.json_documents import facts_as_json
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
-from hf_ckpt.planner.integer_search import Limit, largest
+from hf_ckpt.planner.largest_that_fits import Limit, largest
 from hf_ckpt.planner.layer_costs import may_tile
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.plan import Plan

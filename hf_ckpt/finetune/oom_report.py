@@ -17,7 +17,7 @@ from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of_run, step_of_batch
-from hf_ckpt.planner.integer_search import largest
+from hf_ckpt.planner.largest_that_fits import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, allocated_bytes, part_of

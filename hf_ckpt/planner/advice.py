@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from itertools import islice
 
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.planner.integer_search import largest
+from hf_ckpt.planner.largest_that_fits import largest
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.step import Step

@@ -13,7 +13,7 @@ from benchmarks import longctx, runner
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.longctx_predict import Search
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
-from hf_ckpt.planner.integer_search import Limit
+from hf_ckpt.planner.largest_that_fits import Limit
 from hf_ckpt.simulation.devices import CPU
 
 pytestmark = pytest.mark.sweep

@@ -10,7 +10,7 @@ import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError, UnsupportedError
 from hf_ckpt.planner.advice import OptionChange, nothing_fits, where_it_lies
-from hf_ckpt.planner.integer_search import Limit, largest
+from hf_ckpt.planner.largest_that_fits import Limit, largest
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 
