@@ -1,18 +1,19 @@
 """The recipe on a small model of the same structure: its own model class with few layers and small widths.
 
-    found config -> model at full size on `meta`, with adapters and plan -> fewer layers -> small widths -> weights
+    found config -> model at full size on `meta`, with adapters and plan -> fewer layers, small widths -> weights
 
-Each step builds what it proposes, and falls back to a smaller change where the result is not equivalent: depth is tried
-on `meta` until every kept layer is of the kind that it stands for, widths until the model trains one step.
+Configs describe layers and widths in many ways, so a smaller config is a proposal. The first one is taken that makes a
+model whose every layer is of the kind that it stands for, with its plan and its adapters, and that trains one step.
 
 A recipe made for GPUs is first adapted to this machine; what decides over loss and gradients stays the recipe's own.
 """
 
 from __future__ import annotations
 
-import copy
+import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,20 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
+from hf_ckpt.errors import HFCkptError, RecipeError, StructureError, shortened
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
 from hf_ckpt.loading.model import Found, find_config, rehearse
 from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import LayerPlan, Plan
-from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, Values
-from hf_ckpt.structure.layers import Stack, find_layers, nearest_config
-from hf_ckpt.verify import processes, reduce_depth, reduce_widths
-from hf_ckpt.verify.reduce_depth import KeptStack
-from hf_ckpt.verify.reduce_widths import make_weights, with_special_tokens
+from hf_ckpt.structure.layers import Stack, nearest_config
+from hf_ckpt.verify import processes
+from hf_ckpt.verify.reduce_config import ConfigReducer, hidden_for
+from hf_ckpt.verify.reduce_layers import KeptLayers, adapters_of, modules_of, policy_rules, two_of_each_kind
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
@@ -41,19 +41,16 @@ _KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype", "num_labels")
 _MAX_PARAMETERS = 300_000_000
 """Of a reduced model; it is trained several times, on a CPU."""
 _MAX_ROWS = 2
-# Reporting, resuming, evaluation, data loading and schedules: nothing that a trial does.
-_DROPPED = (
-    *("hub_model_id", "hub_token", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
-    *("resume_from_checkpoint", "run_name", "logging_dir", "project", "trackio_space_id"),
-    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "do_eval", "eval_accumulation_steps"),
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("save_only_model", "save_total_limit", "logging_steps", "auto_find_batch_size"),
-    *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
-    # A warm-up is longer than the trial, and its first step has a learning rate of zero.
-    *("warmup_steps", "warmup_ratio", "num_train_epochs", "max_steps"),
+_TEXT_SHAPE = 2, 24
+_STD_FOR_ZEROS = 0.02
+# Reporting, resuming, evaluation, data loading and schedules: nothing that a trial does. A warm-up is longer than the
+# trial, and its first step has a learning rate of zero.
+_DROPPED = re.compile(
+    r"(hub|eval|logging|save|warmup|trackio)_.*|resume_from_checkpoint|run_name|project|do_eval|load_best_model_at_end|"
+    r"metric_for_best_model|greater_is_better|auto_find_batch_size|num_train_epochs|max_steps|"
+    r"dataloader_(num_workers|prefetch_factor|persistent_workers)"
 )
-_NEEDS_GPU = ("tf32", "torch_empty_cache_steps")
-Facts = tuple[tuple[str, str], ...]
+_LORA_BY_NUMBER = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class ReducedRecipe:
 
     recipe: Recipe  # on the small model; `model.name_or_path` is a folder with its weights
     tokenizer: PreTrainedTokenizerBase  # with padding and EOS
-    facts: Facts  # what was changed, as (name, text) rows for the report
+    facts: tuple[tuple[str, str], ...]  # what was changed, as (name, text) rows for the report
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,8 @@ class MetaModel:
     """A recipe's model on `meta`, as fine-tuning would build it, and its plan."""
 
     model: Any  # with adapters, without weights
-    stacks: tuple[Stack, ...]
-    plan: Plan | None  # None without a policy
+    stacks: tuple[Stack, ...]  # none without a policy
+    plan: Plan | None
 
     @property
     def class_name(self) -> str:
@@ -95,16 +92,18 @@ def reduce_recipe(recipe: Recipe, folder: Path, *, is_full: bool) -> ReducedReci
     folder = folder / f"process-{os.environ.get('RANK', '0')}"
     planned, chosen = with_auto_plan(recipe)
     wanted, notes = adapt_to_machine(planned)
-    notes.extend(chosen)
     found = find_config(wanted)
     fields = config_fields(found.config)
     wanted, unpacked = _with_quantisation_of_config(wanted, fields.pop("quantization_config", None))
     full = build_on_meta(wanted, write_config(fields, wanted, found, folder / "full"))
     make = _make_full_size if is_full else _make_reduced
-    made = _shared_by_processes(make(wanted, found, fields, full, folder))
-    rows = (("model", f"{full.class_name}, config from {found.source}"), *made.facts)
-    notes.extend(unpacked)
-    return replace(made, facts=(*rows, ("changed", "; ".join(notes))) if notes else rows)
+    made = make(wanted, found, fields, full, folder)
+    # Every process loads the first one's weights: transformers lets no other process save any.
+    model = {**made.recipe.model, "name_or_path": processes.gather(made.recipe.model["name_or_path"])[0]}
+    facts = (("model", f"{full.class_name}, config from {found.source}"), *made.facts)
+    if changes := "; ".join([*notes, *chosen, *unpacked]):
+        facts = (*facts, ("changed", changes))
+    return replace(made, recipe=replace(made.recipe, model=model), facts=facts)
 
 
 def build_on_meta(recipe: Recipe, section: Values) -> MetaModel:
@@ -114,16 +113,11 @@ def build_on_meta(recipe: Recipe, section: Values) -> MetaModel:
     StructureError or UnsupportedError where the policy does not.
     """
     model: Any = rehearse(recipe, section)
-    checkpointing = recipe.checkpointing
-    if checkpointing is None:
-        try:
-            return MetaModel(model, find_layers(model), None)
-        except StructureError:
-            return MetaModel(model, (), None)
-    stacks = find_layers(model, **checkpointing.structure)
-    applied = apply(model, checkpointing.policy, **checkpointing.policy_options, **checkpointing.structure)
+    if recipe.checkpointing is None:
+        return MetaModel(model, (), None)
+    applied = apply(model, **recipe.checkpointing.apply_options)
     applied.remove()
-    return MetaModel(model, stacks, applied.plan)
+    return MetaModel(model, applied.stacks, applied.plan)
 
 
 def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
@@ -138,169 +132,130 @@ def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
 def _make_full_size(recipe: Recipe, found: Found, fields: Values, full: MetaModel, folder: Path) -> ReducedRecipe:
     if found.has_weights:
         tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=folder / "tokenizer")
-        return ReducedRecipe(
-            recipe, tokenizer, (("size", f"full, {full.num_parameters:,} parameters, its own weights"),)
-        )
+        size = f"full, {full.num_parameters:,} parameters, its own weights"
+        return ReducedRecipe(recipe, tokenizer, (("size", size),))
     tokenizer = _byte_tokenizer(folder)
-    vocab_size = full.model.config.get_text_config().vocab_size
-    section = write_config(with_special_tokens(fields, tokenizer, vocab_size), recipe, found, folder / "model")
-    num_parameters = make_weights(section, tokenizer, _seed(recipe))
-    facts = (("size", f"full, {num_parameters:,} parameters, random weights"),)
-    return ReducedRecipe(replace(recipe, model=section), tokenizer, facts)
+    reducer = ConfigReducer(tokenizer, full.model.config.get_text_config().vocab_size)
+    section = write_config(reducer.reduce(fields), recipe, found, folder / "model")
+    size = f"full, {make_weights(recipe, section, tokenizer):,} parameters, random weights"
+    return ReducedRecipe(replace(recipe, model=section), tokenizer, (("size", size),))
 
 
 def _make_reduced(recipe: Recipe, found: Found, fields: Values, full: MetaModel, folder: Path) -> ReducedRecipe:
-    shallow, shallow_fields, kept = _shallow(recipe, found, fields, full, folder)
-    tokenizer = _byte_tokenizer(folder)
+    tokenizer, hidden = _byte_tokenizer(folder), hidden_for(fields)
     reasons: list[str] = []
-    for number, (narrow, what) in enumerate(_widths(shallow_fields)):
-        section = write_config(
-            with_special_tokens(narrow, tokenizer, VOCAB_SIZE), shallow, found, folder / f"widths-{number}"
-        )
-        try:
-            small = _checked(shallow, section, full, kept)
-            _check_size(small)
-            num_parameters = make_weights(section, tokenizer, _seed(recipe))
-        except HFCkptError as error:
-            reasons.append(str(error))
-            continue
-        facts = [(stack.name_in_base, reduce_depth.describe_kept_layers(stack)) for stack in kept]
-        facts.append(("size", f"{num_parameters:,} of {full.num_parameters:,} parameters: {what}"))
-        return ReducedRecipe(replace(shallow, model=section), tokenizer, tuple(facts))
+    # Where a model cannot be made narrow, as for names that nobody knows, it keeps its widths.
+    for number, (width, kept) in enumerate(itertools.product((hidden, None), _proposals(recipe, full))):
+        reduced = ConfigReducer(tokenizer, VOCAB_SIZE, kept, width).reduce(fields)
+        section = write_config(reduced, recipe, found, folder / f"model-{number}")
+        for candidate in _carried_over(recipe, full, kept, folder):
+            try:
+                _check(candidate, section, full, kept)
+                num_parameters = make_weights(candidate, section, tokenizer)
+            except HFCkptError as error:
+                reasons.append(str(error))
+                continue
+            widths = f"hidden size {width}, feed-forward {4 * width}" if width else "widths as they are"
+            size = f"{num_parameters:,} of {full.num_parameters:,} parameters: {widths}, vocabulary {VOCAB_SIZE}"
+            layers = [(each.stack.path.removeprefix("base_model.model."), each.describe()) for each in kept]
+            return ReducedRecipe(replace(candidate, model=section), tokenizer, (*layers, ("size", size)))
     raise RecipeError(
         f"{full.class_name} cannot be tried at a reduced size: {reasons[0]} Try it at its real size with --full."
     )
 
 
-def _shared_by_processes(made: ReducedRecipe) -> ReducedRecipe:
-    """Let every process load the first one's weights: transformers lets no other process save any."""
-    name = processes.gather(made.recipe.model["name_or_path"])[0]
-    return replace(made, recipe=replace(made.recipe, model={**made.recipe.model, "name_or_path": name}))
+def _proposals(recipe: Recipe, full: MetaModel) -> list[list[KeptLayers]]:
+    """Return the layers to keep of each stack, from few to all."""
+    assert full.plan is not None  # without a policy there is nothing to verify
+    few: list[KeptLayers] = []
+    for stack, planned in zip(full.stacks, full.plan.stacks, strict=True):
+        config = nearest_config(full.model, stack.path.rpartition(".")[0])
+        few.append(two_of_each_kind(stack, planned.layers, config.model_type))
+    # Some configs give the kinds of layers as a period, which only the first layers keep.
+    first = [replace(each, indices=range(max(each.indices) + 1)) for each in few]
+    whole = [replace(each, indices=range(len(each.entries))) for each in few]
+    # LoRA may repeat layers by number: none can be left out.
+    return [whole] if (recipe.adapter_section or {}).get("layer_replication") else [few, first, whole]
 
 
-# --- Fewer layers. ---
-
-
-def _shallow(
-    recipe: Recipe, found: Found, fields: Values, full: MetaModel, folder: Path
-) -> tuple[Recipe, Values, tuple[KeptStack, ...]]:
-    """Return the recipe, the fields of its config and the kept layers, with the first proposal that is equivalent."""
-    for number, kept in enumerate(_proposals(recipe, full)):
-        fewer = _with_fewer_layers(fields, full, kept)
-        planned = replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder))
-        section = write_config(fewer, recipe, found, folder / f"layers-{number}")
-        for candidate in _with_adapters(planned, full, kept):
-            try:
-                _checked(candidate, section, full, kept)
-            except HFCkptError:
-                continue
-            return candidate, fewer, kept
-    kept = tuple(reduce_depth.all_layers(stack, entries) for stack, entries in _stacks_with_entries(full))
-    return replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder)), fields, kept
-
-
-def _proposals(recipe: Recipe, full: MetaModel) -> Iterator[tuple[KeptStack, ...]]:
-    if (recipe.adapter_section or {}).get("layer_replication"):
-        # LoRA repeats layers by number: none can be left out.
-        return
-    few, first, whole = (
-        [keep(stack, entries) for stack, entries in _stacks_with_entries(full)]
-        for keep in (reduce_depth.two_of_each_kind, reduce_depth.first_layers, reduce_depth.all_layers)
-    )
-    is_language = ["language" in stack.roles for stack in full.stacks]
-    for language, others in ((few, few), (few, whole), (first, few), (first, whole)):
-        yield tuple(
-            ours if is_ours else theirs for ours, theirs, is_ours in zip(language, others, is_language, strict=True)
-        )
-
-
-def _stacks_with_entries(full: MetaModel) -> list[tuple[Stack, Sequence[LayerPlan]]]:
-    if full.plan is None:
-        return [(stack, [LayerPlan()] * len(stack.layers)) for stack in full.stacks]
-    return [(stack, planned.layers) for stack, planned in zip(full.stacks, full.plan.stacks, strict=True)]
-
-
-def _with_fewer_layers(fields: Values, full: MetaModel, kept: Sequence[KeptStack]) -> dict[str, Any]:
-    changed: dict[str, Any] = copy.deepcopy(dict(fields))
-    for stack, left in zip(full.stacks, kept, strict=True):
-        part = changed
-        for name in _path_to(full.model.config, nearest_config(full.model, stack.path.rpartition(".")[0])):
-            part = part[name]
-        part.update(reduce_depth.with_fewer_layers(part, left))
-    return changed
-
-
-def _path_to(config: PreTrainedConfig, part: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the names that lead from a config to a sub-config; by type where the model has copied it."""
-    places = list(_config_paths(config))
-    same = [place for place, other in places if other is part]
-    return (same or [place for place, other in places if type(other) is type(part)] or [()])[0]
-
-
-def _config_paths(
-    config: PreTrainedConfig, above: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:
-    yield above, config
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            yield from _config_paths(value, (*above, name))
-
-
-def _carried_policy(
-    checkpointing: Checkpointing | None, kept: Sequence[KeptStack], full: MetaModel, folder: Path
-) -> Checkpointing | None:
-    if checkpointing is None or full.plan is None:
-        return checkpointing
-    offloads = any(entry.offload is not None for stack in kept for entry in stack.entries)
-    if all(stack.is_whole for stack in kept) and not offloads:
-        return checkpointing
-    # One folder for all processes: they must have the same policy.
-    return checkpointing.with_policy(reduce_depth.policy_rules(kept, folder.parent), head=full.plan.head.value)
-
-
-def _with_adapters(recipe: Recipe, full: MetaModel, kept: Sequence[KeptStack]) -> Iterator[Recipe]:
-    """Yield the recipe with its own adapter, and with LoRA that names the modules of the kept layers."""
+def _carried_over(recipe: Recipe, full: MetaModel, kept: Sequence[KeptLayers], folder: Path) -> Iterator[Recipe]:
+    """Yield the recipe with its plan on the kept layers; then with LoRA too that names their modules one by one."""
+    assert recipe.checkpointing is not None
+    assert full.plan is not None
+    offloads = any(entry.offload is not None for each in kept for entry in each.entries)
+    if offloads or not all(each.is_whole for each in kept):
+        # One folder for all processes: they must have the same policy.
+        rules = policy_rules(kept, folder.parent)
+        recipe = replace(recipe, checkpointing=recipe.checkpointing.with_policy(rules, head=full.plan.head.value))
     yield recipe
     section = recipe.adapter_section
-    if section is not None and section["type"] == "lora":
-        wanted = reduce_depth.adapters_of_kept(reduce_depth.adapters_of(full.model), kept)
-        yield replace(recipe, lora=None, adapter=reduce_depth.explicit_section(section, wanted))
+    if section is None or section["type"] != "lora":
+        return
+    # What names layers by number would reach others than those that the kept ones stand for.
+    adapters = {name: sizes for name, sizes in adapters_of(full.model, kept).items() if isinstance(sizes, tuple)}
+    own = {key: value for key, value in section.items() if key not in _LORA_BY_NUMBER}
+    own["rank_pattern"] = {f"^{re.escape(name)}$": rank for name, (rank, _) in adapters.items()}
+    own["alpha_pattern"] = {f"^{re.escape(name)}$": alpha for name, (_, alpha) in adapters.items()}
+    yield replace(recipe, lora=None, adapter={**own, "target_modules": sorted(adapters)})
 
 
-def _checked(recipe: Recipe, section: Values, full: MetaModel, kept: Sequence[KeptStack]) -> MetaModel:
-    """Build a smaller model on `meta`; raise HFCkptError if that fails or its layers, plan or adapters differ."""
+def _check(recipe: Recipe, section: Values, full: MetaModel, kept: Sequence[KeptLayers]) -> None:
+    """Build a smaller model on `meta`; raise HFCkptError if that fails or it is no small one of the same structure."""
     try:
         small = build_on_meta(recipe, section)
     except HFCkptError:
         raise
     except Exception as error:  # a config of unusual sizes may make a model raise anything
-        raise RecipeError(f"{type(error).__name__}: {str(error).strip()}") from error
-    if not reduce_depth.same_layers(kept, full.stacks, small.stacks):
+        raise _error_of(error) from error
+    assert small.plan is not None
+    kinds = [(stack.path, *map(modules_of, stack.layers)) for stack in small.stacks]
+    plans = [(stack.path, *map(_in_short, stack.layers)) for stack in small.plan.stacks]
+    if kinds != [(each.stack.path, *map(modules_of, each.of(each.stack.layers))) for each in kept]:
         raise StructureError(f"{full.class_name} with fewer layers has other kinds of layers.")
-    if small.plan is not None and not reduce_depth.same_plan(kept, small.plan):
+    if plans != [(each.stack.path, *map(_in_short, each.of(each.entries))) for each in kept]:
         raise StructureError(f"{full.class_name} with fewer layers has another plan.")
-    if recipe.adapter_section is not None:
-        wanted = reduce_depth.adapters_of_kept(reduce_depth.adapters_of(full.model), kept)
-        if reduce_depth.adapters_of(small.model) != wanted:
-            raise StructureError(f"{full.class_name} with fewer layers has other adapters.")
-    return small
-
-
-# --- Small widths. ---
-
-
-def _widths(fields: Values) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the fields of smaller models, each with its description; the one that keeps most of the structure first."""
-    for keeps_ratios in (True, False):
-        sizes = reduce_widths.sizes_for(fields, VOCAB_SIZE, keeps_ratios=keeps_ratios)
-        what = f"hidden size {sizes.hidden}, feed-forward {sizes.inner}, vocabulary {sizes.vocab_size}"
-        yield reduce_widths.with_small_widths(fields, sizes), what
-    yield reduce_widths.with_vocabulary(fields, VOCAB_SIZE), f"widths as they are, vocabulary {VOCAB_SIZE}"
-
-
-def _check_size(small: MetaModel) -> None:
+    if adapters_of(small.model) != adapters_of(full.model, kept):
+        raise StructureError(f"{full.class_name} with fewer layers has other adapters.")
     if small.num_parameters > _MAX_PARAMETERS:
         raise RecipeError(f"It has {small.num_parameters:,} parameters where nothing but its layers could be left out.")
+
+
+def _in_short(entry: LayerPlan) -> tuple[object, ...]:
+    # Not whether it offloads: the last layer never does, and may stand for one that did.
+    return entry.mode, entry.save, entry.segment is None, entry.nested, entry.tiles is None
+
+
+def _error_of(error: Exception) -> RecipeError:
+    return RecipeError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 500)}")
+
+
+def make_weights(recipe: Recipe, section: Values, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Make seeded weights for the config in the folder of a `model` section, and return the number of parameters.
+
+    Runs forward and backward on text once, and saves weights and tokenizer to the folder. Raises RecipeError if the
+    model cannot be built, or cannot be trained on text.
+    """
+    folder, is_trusted = Path(section["name_or_path"]), section.get("trust_remote_code", False)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_trusted)
+        torch.manual_seed(int(recipe.training.get("seed", 42)))
+        options = {key: section[key] for key in ("attn_implementation",) if key in section}
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted, **options)  # type: ignore[no-untyped-call]  # upstream
+        for parameter in model.float().train().parameters():
+            # Behind a gate that starts as zeros no gradient would flow, and no fault be seen.
+            if not parameter.any():
+                torch.nn.init.normal_(parameter, std=_STD_FOR_ZEROS)
+        ids = torch.randint(len(tokenizer) - 256, len(tokenizer), _TEXT_SHAPE)
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+        loss.backward()
+        if not loss.isfinite():
+            raise ValueError(f"its loss on text is {loss.item()}")
+    except Exception as error:  # a model of unusual sizes may raise anything
+        raise _error_of(error) from error
+    dtype = section.get("dtype", "auto")
+    model.to((config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # --- Files. ---
@@ -328,6 +283,9 @@ def _byte_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+# --- A recipe made for GPUs, as it can be tried on this machine. ---
+
+
 def _with_quantisation_of_config(recipe: Recipe, own: Values | None) -> tuple[Recipe, list[str]]:
     """Move the quantisation in a model's config to the recipe: small weights are made unquantised."""
     if own is None or recipe.quantization is not None:
@@ -338,59 +296,34 @@ def _with_quantisation_of_config(recipe: Recipe, own: Values | None) -> tuple[Re
     return replace(recipe, quantization=section), []
 
 
-def _seed(recipe: Recipe) -> int:
-    return int(recipe.training.get("seed", 42))
-
-
-# --- A recipe made for GPUs, as it can be tried on this machine. ---
-
-
 def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return a recipe that runs on this machine, on the CPU where there is no GPU, and a phrase for each change."""
     notes: list[str] = []
-    training = {key: value for key, value in recipe.training.items() if key not in _DROPPED}
+    training = {key: value for key, value in recipe.training.items() if not _DROPPED.fullmatch(key)}
     training |= {"push_to_hub": False, "report_to": "none", "save_strategy": "no"}
     training["per_device_train_batch_size"] = min(_MAX_ROWS, int(training.get("per_device_train_batch_size", 8)))
-    notes.extend(_without_engine(training))
+    if training.pop("deepspeed", None):
+        # It keeps gradients, flags and files elsewhere than a model does.
+        notes.append("training.deepspeed left out (DDP and FSDP are what verify runs)")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        training.pop("fsdp_config", None)
+        if training.pop("fsdp", None):
+            notes.append("training.fsdp left out on one process (--processes 2 runs it)")
     model, quantization = dict(recipe.model), dict(recipe.quantization or {})
     if not torch.accelerator.is_available():
-        notes.extend(_on_cpu(training))
-        notes.extend(_attention_on_cpu(model))
+        training = {key: value for key, value in training.items() if key not in ("tf32", "torch_empty_cache_steps")}
+        training["use_cpu"] = True
+        attention = model.get("attn_implementation")
+        if training.get("fp16"):
+            training |= {"fp16": False, "bf16": True}
+            notes.append("training.bf16 in place of training.fp16, whose scaled gradients need a GPU")
+        if attention not in (None, "eager", "sdpa"):
+            model["attn_implementation"] = "sdpa"
+            notes.append(f"attention sdpa in place of {attention}, which needs a GPU")
         if recipe.training.get("fp16"):
             # Autocast to one half type fails on tensors of the other.
-            notes.extend(_without_float16(model, quantization))
+            for section in (model, quantization):
+                for key in [key for key, value in section.items() if value == "float16"]:
+                    section[key] = "bfloat16"
+                    notes.append(f"{key} bfloat16 in place of float16")
     return replace(recipe, training=training, model=model, quantization=quantization or None), notes
-
-
-def _without_engine(training: dict[str, Any]) -> Iterator[str]:
-    # DeepSpeed keeps gradients, flags and files elsewhere than a model does.
-    if training.pop("deepspeed", None):
-        yield "training.deepspeed left out (DDP and FSDP are what verify runs)"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return
-    training.pop("fsdp_config", None)
-    if training.pop("fsdp", None):
-        yield "training.fsdp left out on one process (--processes 2 runs it)"
-
-
-def _on_cpu(training: dict[str, Any]) -> Iterator[str]:
-    training["use_cpu"] = True
-    for key in _NEEDS_GPU:
-        training.pop(key, None)
-    if training.get("fp16"):
-        training |= {"fp16": False, "bf16": True}
-        yield "training.bf16 in place of training.fp16, whose scaled gradients need a GPU"
-
-
-def _without_float16(*sections: dict[str, Any]) -> Iterator[str]:
-    for section in sections:
-        for key in [key for key, value in section.items() if value == "float16"]:
-            section[key] = "bfloat16"
-            yield f"{key} bfloat16 in place of float16"
-
-
-def _attention_on_cpu(model: dict[str, Any]) -> Iterator[str]:
-    wanted = model.get("attn_implementation")
-    if wanted not in (None, "eager", "sdpa"):
-        model["attn_implementation"] = "sdpa"
-        yield f"attention sdpa in place of {wanted}, which needs a GPU"
