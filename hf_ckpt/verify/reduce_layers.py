@@ -65,7 +65,7 @@ class KeptLayers:
 
 
 def two_of_each_kind(stack: Stack, entries: Sequence[LayerPlan], model_type: str) -> KeptLayers:
-    """Keep two layers of each kind; where the plan has segments, so many of each kind in two segments of each make."""
+    """Keep two layers of each kind; of segments two that hold the same kinds, and in each two layers of each kind."""
     kinds: list[Hashable] = []
     segments: dict[int | None, list[int]] = {}
     for layer, entry in zip(stack.layers, entries, strict=True):
@@ -74,13 +74,15 @@ def two_of_each_kind(stack: Stack, entries: Sequence[LayerPlan], model_type: str
         kinds.append((modules_of(layer), _flags_of(layer), treated, entry.segment is not None))
         segments.setdefault(entry.segment, []).append(layer.layer_idx)
     chosen: list[int] = []
-    makes = Counter[Hashable]()
+    num_kept = Counter[Hashable]()
     for members in segments.values():
         # Longer segments run the same code too, but for those of one layer.
-        make = frozenset(kinds[idx] for idx in members), len(members) > 1
-        makes[make] += 1
+        held = frozenset(kinds[idx] for idx in members)
+        num_kept[held, len(members) > 1] += 1
+        if num_kept[held, len(members) > 1] > _PER_KIND:
+            continue
         few = _PER_KIND if entries[members[0]].snapshots is None else _PER_SCHEDULE
-        for kind in make[0] if makes[make] <= _PER_KIND else ():
+        for kind in held:
             chosen += [idx for idx in members if kinds[idx] == kind][:few]
     return KeptLayers(stack, entries, kinds, model_type, sorted(chosen))
 

@@ -254,6 +254,9 @@ def make_weights(recipe: Recipe, section: Values, tokenizer: PreTrainedTokenizer
         raise _error_of(error) from error
     dtype = section.get("dtype", "auto")
     model.to((config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)).save_pretrained(folder)
+    if type(model.config) is not type(config):
+        # A model of one part of its config, as Emu3's text model is, saves that part only, which no auto class knows.
+        config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
