@@ -226,7 +226,7 @@ def _in_short(entry: LayerPlan) -> tuple[object, ...]:
 
 
 def _error_of(error: Exception) -> RecipeError:
-    return RecipeError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 500)}")
+    return RecipeError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 250)}")
 
 
 def make_weights(recipe: Recipe, section: Values, tokenizer: PreTrainedTokenizerBase) -> int:
