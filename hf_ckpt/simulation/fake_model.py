@@ -180,7 +180,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def _cannot_copy(model: nn.Module, error: Exception, copies: Mapping[int, Any]) -> Exception:
     """Return the refusal that names the attribute which cannot be copied; the error itself where none is found."""
-    known: dict[int, Any] = {id(module): module for module in modules_of(model)} | copies
+    known: dict[int, Any] = {**{id(module): module for module in modules_of(model)}, **copies}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _HELD:

@@ -410,6 +410,20 @@ def test_layers_with_the_same_fault_are_named_once(monkeypatch: pytest.MonkeyPat
     assert "model.layers.3 (and 3 more): " in str(raised.value)
 
 
+def test_layers_with_faults_of_their_own_are_all_named() -> None:
+    model = llama().train()
+    generator = np.random.default_rng(0)
+    for number, name in ((1, "mlp"), (2, "self_attn.o_proj")):
+        model.get_submodule(f"model.layers.{number}.{name}").register_forward_hook(
+            lambda module, args, output: output * float(1 + generator.random())
+        )
+    with hf_ckpt.apply(model, "full"), pytest.raises(PlanMismatchError) as raised:
+        backward(model)
+    lines = str(raised.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["model.layers.2", "model.layers.1"]
+    assert ["else is self_attn.o_proj." in lines[0], "else is mlp." in lines[1]] == [True, True]
+
+
 def test_what_is_only_warned_of_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     generator_of_numpy(monkeypatch, model)
