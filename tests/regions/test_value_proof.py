@@ -338,15 +338,17 @@ def test_the_first_module_that_differs_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "The first module inside that returns something else is mlp.act_fn." in message
 
 
+@pytest.mark.parametrize("place", ["mlp", "mlp.act_fn", "self_attn.o_proj"])
 @pytest.mark.parametrize("policy", ["full", "selective", "selective_attention"])
-def test_parts_of_an_adapted_layer_are_not_named_for_what_differs_behind_them(policy: str) -> None:
+def test_parts_of_an_adapted_layer_are_not_named_for_what_differs_behind_them(policy: str, place: str) -> None:
     model = lora().train()
-    mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
     generator = np.random.default_rng(0)
-    mlp.register_forward_hook(lambda module, args, output: output * float(1 + generator.random()))
+    model.get_submodule(f"base_model.model.model.layers.1.{place}").register_forward_hook(
+        lambda module, args, output: output * float(1 + generator.random())
+    )
     with hf_ckpt.apply(model, policy), pytest.raises(PlanMismatchError) as raised:
         backward(model)
-    assert "The first module inside that returns something else is mlp." in str(raised.value)
+    assert f"The first module inside that returns something else is {place}. " in str(raised.value)
 
 
 @pytest.mark.parametrize("is_hooked", [False, True])
