@@ -9,7 +9,7 @@ instance `forward`. No module is wrapped and no name changes; every value set he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack
@@ -25,7 +25,7 @@ from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
 from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
-from hf_ckpt.patch.use_cache import SharedIndexCheck, skip_in_training_forwards
+from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic, skip_in_training_forwards
 from hf_ckpt.policy.options import (
     ApplyOptions,
     HeadMode,
@@ -118,6 +118,10 @@ class Applied:
         if self._patches and (check := self._patches[0].cache_check) is not None:
             check.values = values
 
+    def leave_unsaid(self, topics: Iterable[Topic]) -> None:
+        """Say nothing of these."""
+        self._patches[0].told.update(topics)
+
     def join_ladder(self) -> None:
         """Say that leaner plans may take this one's place, which all have to give the same bits."""
         if self._patches and (check := self._patches[0].cache_check) is not None:
@@ -149,7 +153,7 @@ class Applied:
 
         What this plan's removal was to undo, the new one's undoes; where `put` raises, it is undone at once.
         """
-        undos, check = self._patches[0].take_undos(), self._patches[0].cache_check
+        undos, check, told = self._patches[0].take_undos(), self._patches[0].cache_check, self._patches[0].told
         self.remove()
         try:
             new = put()
@@ -158,12 +162,12 @@ class Applied:
             raise
         for undo in undos:
             new.on_remove(undo)
+        new.leave_unsaid(told)
         if check is not None:
             # The step may go on under the new plan.
             new.note_use_cache(check.values)
             if (its := new._patches[0].cache_check) is not None:
-                its.has_told, its.is_on_ladder = check.has_told, check.is_on_ladder
-                its.has_told_of_cache = check.has_told_of_cache
+                its.is_on_ladder = check.is_on_ladder
         return new
 
     def adopt(self, other: Applied) -> None:
@@ -242,6 +246,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
     proof = ValueProof(parse_prove(prove))
     pending_errors = PendingErrors()
     patches: list[StackPatch] = []
+    told: set[Topic] = set()
     offloaded = offloaded_layers(plan)
     uses_seam = not any(getattr(each, ACTIVATED_BY, None) for each in adapter_configs(unwrapped(model)).values())
     try:
@@ -249,7 +254,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
             patch = StackPatch(plan, stack.path)
             patch.uses_seam = uses_seam
             patches.append(patch)
-            patch.siblings = patches
+            patch.siblings, patch.told = patches, told
             patch.pending_errors = pending_errors
             # Whichever patch is removed first closes them; nothing runs after that.
             patch.offloaders = tuple(dict.fromkeys(offloader for offloader, _ in offloaded.values()))
@@ -261,7 +266,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
             patch.attach(stack.home, stack.owner)
         # A key/value cache serves nobody in a training step.
         drops_cache = any(patch.drops_cache for patch in patches)
-        check = SharedIndexCheck(stacks, drops_cache=drops_cache, does_nothing=plan.does_nothing)
+        check = SharedIndexCheck(stacks, told, drops_cache=drops_cache, does_nothing=plan.does_nothing)
         patches[0].hooks.extend(skip_in_training_forwards(model, check))
         patches[0].cache_check = check
     except BaseException:

@@ -19,7 +19,7 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
 from hf_ckpt.patch.interrupted_run import TrainCall
-from hf_ckpt.patch.use_cache import SharedIndexCheck
+from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.arguments import is_cache
 from hf_ckpt.regions.execution_state import qualified_name
@@ -131,6 +131,7 @@ class StackPatch:
         self.drops_cache = False
         self.reads_cache = False
         self.cache_check: SharedIndexCheck | None = None
+        self.told: set[Topic] = set()
         self._is_paused = False
         self._is_logged = False
 
@@ -292,6 +293,19 @@ class StackPatch:
             setattr(change.module, FLAG, False)
         self._is_paused = True
 
+    def tell_of_eval(self) -> None:
+        """Say once that nothing is recomputed in eval mode: a forward with gradients has come."""
+        if self.plan.does_nothing or any(change.module.training for change in self._changes):
+            return
+        if Topic.EVAL_MODE not in self.told:
+            self.told.add(Topic.EVAL_MODE)
+            logger.warning(
+                "%s runs in eval mode with gradients on, where the plan rests: nothing is recomputed, and activations "
+                "are kept as without it. If a backward follows, call train() on the model, with the p of its dropouts "
+                "at 0 if they are to be off; if none follows, use torch.no_grad().",
+                self.path,
+            )
+
     def _resume(self) -> None:
         if self._is_paused:
             for change in self._seams():
@@ -365,12 +379,15 @@ def runs_seam(module: nn.Module) -> bool:
 
 def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
-    if kwargs is None or torch.compiler.is_compiling() or patch.remove_if_over() or not owner.training:
+    if kwargs is None or torch.compiler.is_compiling() or patch.remove_if_over():
         return
     if patch.is_removed:
         # Somebody has kept the hooks, and put them back.
         return
-    if torch.is_grad_enabled():
+    if not owner.training:
+        if torch.is_grad_enabled():
+            patch.tell_of_eval()
+    elif torch.is_grad_enabled():
         patch.refuse_cache((*args, *kwargs.values()))
         patch.assert_in_force()
     else:

@@ -83,7 +83,7 @@ def recomputation_error(
         elif isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
             cause = _USED_UP
     runs = "runs in tiles" if is_tiled else "is recomputed in backward"
-    found = RecomputationError(f"{path} {runs}, and {what} {cause} {_what_to_do(inside, modes, is_tiled)}")
+    found = RecomputationError(f"{path} {runs}, and {what} {cause} {what_to_do(inside, modes, is_tiled=is_tiled)}")
     found.path = path
     return found
 
@@ -96,7 +96,8 @@ def module_that_raised(error: Exception, module: nn.Module | None) -> str | None
     return found[-1] if found else None
 
 
-def _what_to_do(inside: str | None, modes: OtherModes | None, is_tiled: bool) -> str:
+def what_to_do(inside: str | None, modes: OtherModes | None, *, is_tiled: bool = False) -> str:
+    """Return which modes work for the layer of a region, as a sentence; `inside` is the module at fault, if known."""
     if is_tiled:
         return "Leave tiles out for its layer."
     if modes is None:

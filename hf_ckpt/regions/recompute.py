@@ -583,8 +583,8 @@ class Call:
         place, change = changed
         raise ChangedSinceForwardError(
             f"{self.state.path} is to be recomputed, but it {change}, or another module "
-            f"does: the argument {self._name_of(place)}. Recomputing it would give other values. Leave it out of the "
-            "policy."
+            f"does: the argument {self._name_of(place)}. Recomputing it would give other values. "
+            f"{self.state.what_to_do()}"
         )
 
     def _name_of(self, place: int | str) -> str:

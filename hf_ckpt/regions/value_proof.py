@@ -350,7 +350,10 @@ class KeptValues(Protocol):
         """Return how far apart is what was fed in both runs, None if that is not known, and its unit of rounding."""
 
 
-_UNKNOWN_CAUSE = "A generator or other state that its module does not hold, or a changed input would explain it."
+_UNKNOWN_CAUSE = (
+    "A generator or other state that its module does not hold (as an attribute it would be brought back), or a changed "
+    "input would explain it."
+)
 _KEPT_WRONG = (
     "Where nothing in the layer writes into it, this is a fault of hf_ckpt: please report it, and use another mode "
     "meanwhile."
@@ -648,7 +651,9 @@ def by_distance(distance: float | None) -> str:
     """Return a distance as words that end a clause."""
     if distance is None:
         return ""
-    return f" (by {'what is not a number' if isnan(distance) else f'{100 * distance:.2g} %'} of its norm)"
+    # By way of a number, as text of three digits or more would be 1.1e+02.
+    percent = f"{float(f'{100 * distance:.2g}'):g} %"
+    return f" (by {'what is not a number' if isnan(distance) else percent} of its norm)"
 
 
 _DISTANCE = re.compile(r"\(by .*? of its norm\)")

@@ -185,12 +185,15 @@ def to_unsupported_error(
             "needs."
         )
     of_inputs = f", of {_listed(unknown)} too" if unknown else ""
-    remedy = "Keep the tensor, detached, of what is only noted; or measure a step on the device instead."
+    remedy = (
+        "Where a value is only noted, keep the detached tensor in place of its number; else measure a step on the "
+        "device."
+    )
     if package in ("transformers", "peft", "trl"):
-        remedy = (
-            "Measure a step on the device instead, or choose an implementation with fixed shapes where the model has "
-            'one (experts_implementation="grouped_mm").'
-        )
+        other = "use a fixed policy"
+        if package == "transformers":
+            other = 'choose a kernel of fixed shapes where there is one (experts_implementation="grouped_mm")'
+        remedy = f"Measure a step on the device instead, or {other}."
     return UnsupportedError(
         f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}{line}), and "
         f"a simulated step has shapes only{of_inputs}. {remedy}"
