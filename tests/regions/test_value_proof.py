@@ -269,7 +269,7 @@ LIBRARY: dict[str, tuple[Plant, tuple[str, ...], str]] = {
     "lost gradient": (
         inputs_are_detached,
         ("full", "attention", "ffn", "segment", "nested", "selective", "offload"),
-        "does not depend on what it was given, so that the layers below get no gradient",
+        "loses the gradient of",
     ),
     "no graph": (forward_has_no_graph, ("full", "attention"), "its forward ran without a graph"),
     "stale kept buffer": (kept_buffer_is_stale, ("selective_offload",), "than the forward kept"),
