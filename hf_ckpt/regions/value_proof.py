@@ -348,7 +348,10 @@ class KeptValues(Protocol):
         """Return how far apart is what was fed in both runs, None if that is not known, and its unit of rounding."""
 
 
-_UNKNOWN_CAUSE = "A generator or other state that its module does not hold, or a changed input would explain it."
+_UNKNOWN_CAUSE = (
+    "A generator or other state that its module does not hold, a changed input, or saved_tensors_hooks that do not "
+    "give back what they were given would explain it."
+)
 _KEPT_WRONG = (
     "Where nothing in the layer writes into it, this is a fault of hf_ckpt: please report it, and use another mode "
     "meanwhile."

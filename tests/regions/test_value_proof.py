@@ -580,6 +580,22 @@ def test_another_value_of_prove_is_refused(prove: Any) -> None:
         HFCkptCallback("full", prove=prove)
 
 
+@pytest.mark.parametrize("option", ["full", "ffn", "segment", "selective"])
+def test_saved_tensors_that_come_back_rounded_are_noticed_in_whichever_step(option: str) -> None:
+    policy, options = OPTIONS[option]
+    model = llama().train()
+    rounds = torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved.bfloat16() if saved.is_floating_point() else saved,
+        lambda packed: packed.float() if packed.is_floating_point() else packed,
+    )
+    with hf_ckpt.apply(model, policy, **options):
+        backward(model)
+        with rounds:
+            loss = model(**batch()).loss
+        with pytest.raises(PlanMismatchError, match="saved_tensors_hooks that do not give back"):
+            loss.backward()
+
+
 # --- No false alarm. ---
 
 
