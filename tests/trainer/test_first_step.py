@@ -59,7 +59,10 @@ def faults(
 
 # --- Planted faults. ---
 
-SWITCHED_OFF = "Its checkpoint function was replaced after the policy was applied. Apply the policy after that call."
+SWITCHED_OFF = (
+    "Its checkpoint function was replaced after the policy was applied: apply the policy after that call. Or it computes "
+    "in a thread of its own, where nothing is recomputed: leave it out of the policy."
+)
 SWITCHED_ON = "Another library's activation checkpointing is on too. Turn it off."
 
 
