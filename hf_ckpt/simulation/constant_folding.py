@@ -196,10 +196,12 @@ def to_unsupported_error(
     of_inputs = f", of {_listed(unknown)} too" if unknown else ""
     remedy = "Keep the tensor, detached, of what is only noted; or measure a step on the device instead."
     if package in ("transformers", "peft", "trl"):
-        remedy = (
-            "Measure a step on the device instead, or choose an implementation with fixed shapes where the model has "
-            'one (experts_implementation="grouped_mm").'
-        )
+        remedy = "Measure a step on the device instead."
+        if "expert" in f"{module}{line}".lower():
+            remedy = (
+                "Measure a step on the device instead, or choose an implementation with fixed shapes where the model "
+                'has one (experts_implementation="grouped_mm").'
+            )
     return UnsupportedError(
         f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({asked}{line}), and "
         f"a simulated step has shapes only{of_inputs}. {remedy}"
