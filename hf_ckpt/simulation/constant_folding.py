@@ -159,7 +159,9 @@ RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, Lo
 
 def _asks_for_values(error: Exception) -> bool:
     """Whether `numpy`, a text or another function outside of torch was given a tensor without values."""
-    return ".numpy() is not supported" in str(error) or (isinstance(error, TypeError) and "FakeTensor" in str(error))
+    return ".numpy() is not supported" in str(error) or (
+        isinstance(error, TypeError) and FakeTensor.__name__ in str(error)
+    )
 
 
 def to_unsupported_error(
