@@ -25,6 +25,7 @@ from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
 from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
+from hf_ckpt.patch.switched_by_others import SwitchedByOthers
 from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic, skip_in_training_forwards
 from hf_ckpt.policy.options import (
     ApplyOptions,
@@ -248,6 +249,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
     patches: list[StackPatch] = []
     told: set[Topic] = set()
     offloaded = offloaded_layers(plan)
+    switched = SwitchedByOthers(model)
     uses_seam = not any(getattr(each, ACTIVATED_BY, None) for each in adapter_configs(unwrapped(model)).values())
     try:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
@@ -262,6 +264,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         if plan.head is HeadMode.CHUNKED:
             _chunk_head(model, patches[0], proof)
         _switch_off_others(model, patches)
+        patches[0].switched = switched
         for patch, stack in zip(patches, stacks, strict=True):
             patch.attach(stack.home, stack.owner)
         # A key/value cache serves nobody in a training step.
@@ -347,7 +350,7 @@ def remove(model: nn.Module) -> bool:
         Whether there was a plan.
     """
     patches = _patches(model)
-    run_all(patch.remove for patch in patches)
+    run_all(patch.remove for patch in reversed(patches))
     return bool(patches)
 
 

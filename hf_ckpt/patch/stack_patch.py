@@ -19,6 +19,7 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
 from hf_ckpt.patch.interrupted_run import TrainCall
+from hf_ckpt.patch.switched_by_others import SwitchedByOthers
 from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.arguments import is_cache
@@ -132,6 +133,7 @@ class StackPatch:
         self.reads_cache = False
         self.cache_check: SharedIndexCheck | None = None
         self.told: set[Topic] = set()
+        self.switched: SwitchedByOthers | None = None
         self._is_paused = False
         self._is_logged = False
 
@@ -204,7 +206,7 @@ class StackPatch:
         """Put back what was found, all of it: errors of single undos are raised in the end."""
         undos: list[Callable[[], object]] = [change.undo for change in reversed(self._changes)]
         # Not by `on_remove`, which another plan would take over.
-        ends = [self._hook, self.segment_hooks, *self.hooks]
+        ends = [self._hook, self.segment_hooks, *self.hooks, self.switched]
         undos += [*self._on_remove, *(end.remove for end in ends if end is not None)]
         if self.cache_check is not None:
             undos.append(self.cache_check.end)
@@ -249,6 +251,8 @@ class StackPatch:
         lost = [change for change in self._changes if not change.is_in_force()]
         if lost:
             self._log_or_raise(lost)
+            if self.switched is not None:
+                self.switched.take_off_hooks()
         for change in lost:
             change.assert_again()
 

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
 from hf_ckpt.errors import PlanMismatchError
@@ -35,7 +34,6 @@ from hf_ckpt.regions.execution_state import (
     module_of,
     modules_inside,
     runs_again,
-    tensors_in,
 )
 from hf_ckpt.regions.fingerprints import (
     Fingerprint,
@@ -351,8 +349,8 @@ class KeptValues(Protocol):
 
 
 _UNKNOWN_CAUSE = (
-    "A generator or other state that its module does not hold (as an attribute it would be brought back), or a changed "
-    "input would explain it."
+    "A generator or other state that its module does not hold (as an attribute it would be brought back), a changed "
+    "input, or saved_tensors_hooks that do not give back what they were given would explain it."
 )
 _KEPT_WRONG = (
     "Where nothing in the layer writes into it, this is a fault of hf_ckpt: please report it, and use another mode "
@@ -418,24 +416,10 @@ class CallProof:
             )
         return returned, fault
 
-    def check_graph(self, function: Function, args: Sequence[Any], returned: Any) -> None:
-        """Check that gradients go through the region, once its forward has returned.
-
-        `function` and `args` are those that the region was called with.
-        """
+    def check_graph(self) -> None:
+        """Check that gradients go through the region, once its forward has returned."""
         if not self._has_graph:
             self._region.add_fault("its forward ran without a graph, so that its weights get no gradient.")
-            return
-        given = [*args, *function.args, *function.keywords.values()] if isinstance(function, partial) else args
-        inputs = [tensor for value in given for tensor in tensors_in(value) if tensor.requires_grad]
-        known = set(map(id, inputs))
-        outputs = [
-            tensor for tensor in plain_tensors(returned) if tensor.is_floating_point() and id(tensor) not in known
-        ]
-        if inputs and outputs and not _leads_to(outputs, inputs):
-            self._region.add_fault(
-                "what it returns does not depend on what it was given, so that the layers below get no gradient."
-            )
 
     def finish(self, fault: str | None) -> None:
         """The call has been checked; see `RegionProof.finish_call`."""
@@ -630,21 +614,6 @@ def _has_gradients(function: Function, tensors: Sequence[Any]) -> bool:
     if module is None or any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
         return True
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _leads_to(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Whether a gradient of one of these outputs would reach one of these inputs."""
-    goals = {get_gradient_edge(tensor).node for tensor in inputs}
-    nodes = [tensor.grad_fn for tensor in outputs]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node in goals:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return False
 
 
 def by_distance(distance: float | None) -> str:

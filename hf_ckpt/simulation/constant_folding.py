@@ -157,6 +157,13 @@ RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, Lo
 """What code raises that is given tensors without values, or other inputs than it expects."""
 
 
+def _asks_for_values(error: Exception) -> bool:
+    """Whether `numpy`, a text or another function outside of torch was given a tensor without values."""
+    return ".numpy() is not supported" in str(error) or (
+        isinstance(error, TypeError) and FakeTensor.__name__ in str(error)
+    )
+
+
 def to_unsupported_error(
     error: Exception,
     module: str,
@@ -178,7 +185,11 @@ def to_unsupported_error(
     if isinstance(error, HFCkptError | torch.OutOfMemoryError):
         return None
     line, package = raised_at(error)
-    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        asked = str(error.func)
+    elif _asks_for_values(error):
+        asked = f'{type(error).__name__} "{error}"'
+    else:
         return UnsupportedError(
             f"{where} cannot be simulated: given {_listed(inputs)}, as a simulated step gives them, it raises "
             f'{type(error).__name__} "{error}"{line}. Measure a step on the device instead, with the inputs that it '
@@ -191,11 +202,11 @@ def to_unsupported_error(
     )
     if package in ("transformers", "peft", "trl"):
         other = "use a fixed policy"
-        if package == "transformers":
+        if "expert" in f"{module}{line}".lower():
             other = 'choose a kernel of fixed shapes where there is one (experts_implementation="grouped_mm")'
         remedy = f"Measure a step on the device instead, or {other}."
     return UnsupportedError(
-        f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}{line}), and "
+        f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({asked}{line}), and "
         f"a simulated step has shapes only{of_inputs}. {remedy}"
     )
 

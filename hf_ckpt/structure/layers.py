@@ -116,6 +116,9 @@ def find_layers(
     """
     check_is_model(model)
     names = {"attention": attention, "ffn": ffn}
+    for part, name in names.items():
+        if name is not None and not isinstance(name, str):
+            raise StructureError(f"{part} is {name!r}. Use the name that each layer has for its {part}.")
     finder = PartFinder(parameter_shapes(model), names)
     lists = _named_lists(model, layers) if layers is not None else _found_lists(model, finder)
     if not lists:

@@ -213,7 +213,8 @@ class FirstStep:
                 return None
             return (
                 f"but {what} ran once in step 1 (twice expected). Its checkpoint function was replaced after the "
-                "policy was applied. Apply the policy after that call."
+                "policy was applied: apply the policy after that call. Or it computes in a thread, or under "
+                "saved_tensors_hooks, of its own, where nothing is recomputed: leave it out of the policy."
             )
 
         return self._by_layer(lost)

@@ -269,7 +269,7 @@ LIBRARY: dict[str, tuple[Plant, tuple[str, ...], str]] = {
     "lost gradient": (
         inputs_are_detached,
         ("full", "attention", "ffn", "segment", "nested", "selective", "offload"),
-        "does not depend on what it was given, so that the layers below get no gradient",
+        "loses the gradient of",
     ),
     "no graph": (forward_has_no_graph, ("full", "attention"), "its forward ran without a graph"),
     "stale kept buffer": (kept_buffer_is_stale, ("selective_offload",), "than the forward kept"),
@@ -594,6 +594,22 @@ def test_another_value_of_prove_is_refused(prove: Any) -> None:
         hf_ckpt.apply(llama(), "full", prove=prove)
     with pytest.raises(PolicyError, match="prove is"):
         HFCkptCallback("full", prove=prove)
+
+
+@pytest.mark.parametrize("option", ["full", "ffn", "segment", "selective"])
+def test_saved_tensors_that_come_back_rounded_are_noticed_in_whichever_step(option: str) -> None:
+    policy, options = OPTIONS[option]
+    model = llama().train()
+    rounds = torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved.bfloat16() if saved.is_floating_point() else saved,
+        lambda packed: packed.float() if packed.is_floating_point() else packed,
+    )
+    with hf_ckpt.apply(model, policy, **options):
+        backward(model)
+        with rounds:
+            loss = model(**batch()).loss
+        with pytest.raises(PlanMismatchError, match="saved_tensors_hooks that do not give back"):
+            loss.backward()
 
 
 # --- No false alarm. ---

@@ -156,6 +156,7 @@ def test_what_cannot_be_simulated_is_refused(name: str) -> None:
         run(config).simulated()
     assert message in str(refused.value)
     assert "Measure a step on the device instead" in str(refused.value)
+    assert "experts" not in str(refused.value)
 
 
 def test_prefix_tuning_is_refused_under_recomputation_as_in_a_real_run(tmp_path: Path) -> None:

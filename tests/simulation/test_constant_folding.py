@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -155,6 +156,13 @@ def test_what_depends_on_values_is_explained() -> None:
     raised = to_unsupported_error(ValueError("no"), "", ["input_ids", "labels", "pixel_values"])
     assert "given input_ids, labels and pixel_values, as a simulated step gives them" in str(raised)
     assert 'raises RuntimeError "out of tokens"' in str(to_unsupported_error(RuntimeError("out of tokens"), ""))
+
+
+@pytest.mark.parametrize("ask", [Tensor.numpy, "{:.2f}".format])
+def test_values_that_are_asked_for_outside_of_torch_are_told_of_too(ask: Callable[[Tensor], object]) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as caught, FakeTensorMode():
+        ask(torch.empty(()))
+    assert "The model cannot be simulated: it reads values of tensors" in str(to_unsupported_error(caught.value, ""))
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -60,7 +60,11 @@ def faults(
 
 # --- Planted faults. ---
 
-SWITCHED_OFF = "Its checkpoint function was replaced after the policy was applied. Apply the policy after that call."
+SWITCHED_OFF = (
+    "Its checkpoint function was replaced after the policy was applied: apply the policy after that call. Or it "
+    "computes in a thread, or under saved_tensors_hooks, of its own, where nothing is recomputed: leave it out of the "
+    "policy."
+)
 SWITCHED_ON = "Another library's activation checkpointing is on too. Turn it off."
 
 

@@ -152,7 +152,7 @@ def _recompute_eagerly(
         contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
         return run_checkpointed(call_proof, call, call.run, tensors, kept.noting, context_fn=contexts)
 
-    return run_watched(values, function, args, call, tensors, run)
+    return run_watched(values, function, call, tensors, run)
 
 
 def _contexts(
