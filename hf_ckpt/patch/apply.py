@@ -45,6 +45,7 @@ from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
+from hf_ckpt.structure.attention_and_ffn import unwrapped
 from hf_ckpt.structure.layers import (
     Stack,
     class_name,
@@ -55,7 +56,6 @@ from hf_ckpt.structure.layers import (
     uncovered_lists,
 )
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
-from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
 from hf_ckpt.upstream.peft import ACTIVATED_BY
 from hf_ckpt.upstream.transformers import FLAG, OTHER_FLAGS

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules import padding, pooling, rnn
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.structure.attention_and_ffn import unwrapped, words_of
 from hf_ckpt.structure.layers import Layer, is_unit
-from hf_ckpt.structure.parts import unwrapped, words_of
 from hf_ckpt.structure.stored import stored
 from hf_ckpt.upstream.peft import ACTIVATED_VARIANT
 from hf_ckpt.upstream.torch import ConvNd, DropoutNd, NormBase

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import StructureError, did_you_mean
-from hf_ckpt.structure.parts import PARTS, PartFinder, is_at_or_below, parameter_shapes, unwrapped, words_of
+from hf_ckpt.structure.attention_and_ffn import PARTS, PartFinder, is_at_or_below, parameter_shapes, unwrapped, words_of
 from hf_ckpt.structure.stored import stored
 
 # Engines put one of these around the whole model; a plan names its paths as they are without.
