@@ -1,8 +1,8 @@
 """Ends this process, with a clear message, when another process of the run has failed or left training early.
 
 A process that is killed, or ends with an error, is the launcher's affair: torchrun's agent ends the others within a
-second. It sees nothing of one that leaves training and lives on, as in a notebook, or that exits with 0, and it does
-not know why one failed. So each process says through the run's store why it stops, and looks there each second.
+second. It does not see one that leaves training and lives on, or exits with 0, and cannot say why one failed. So each
+process says through the run's store why it stops, and looks there each second.
 
 Silence ends nobody. A process that is slow, stopped in a debugger, or busy with what it does alone is left in peace;
 its beats, which its watchdog counts in the store, only tell `store` for how long it is worth waiting for it.
@@ -37,28 +37,22 @@ _LOOK_S = 1.0
 _NUM_LOOKS = 5
 """How often in a row training must be found to run no longer: the stack is read while its thread changes it."""
 _LINGER_S = 2.0
-"""How long a process that fails waits at its end for the others to say so: then the launcher ends them."""
+"""How long a process that fails waits at its end for the others to say so, in seconds: then the launcher ends them."""
 _GRACE_S = 15.0
 """How long this process may take to end by itself, in seconds: gloo raises at once, NCCL does not."""
 _SILENCE_S = 1800.0
 """After how long without a beat a process is not waited for any longer, in seconds: as long as collectives wait."""
-_MAX_REASON = 1000
-"""Characters of a reason."""
 
-_LEFT_EARLY = "it left training before its end; its own output may tell more"
-_NEVER_BEGAN = "its process ended before training began; its own output may tell more"
+IsHandled = Callable[[BaseException], bool] | None
 
 _running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 class Training(Protocol):
-    """A call of `Trainer.train()`. Another one is equal if it is the same call."""
+    """A call of `Trainer.train()`, which any thread may ask. Another one is equal if it is the same call."""
 
-    def is_running(self) -> bool:
-        """Whether it is on its thread's stack, asked in any thread."""
-
-    def uncaught_error(self) -> BaseException | None:
-        """Return the exception that ended it, where nobody caught that."""
+    def is_running(self) -> bool: ...
+    def uncaught_error(self) -> BaseException | None: ...
 
 
 class Watchdog:
@@ -75,16 +69,14 @@ class Watchdog:
         self._group = None if group is None else weakref.ref(group)
         self._outlasts_training = outlasts_training
         # Counted in the store, so that watches that follow each other are not mixed up.
-        self._name = f"hf_ckpt/watch/{self._store.add(f'hf_ckpt/watches/{rank}', 1)}"
-        self._failure = f"{self._name}/failure"
+        name = f"hf_ckpt/watch/{self._store.add(f'hf_ckpt/watches/{rank}', 1)}"
+        self._failure, self._beats = f"{name}/failure", f"{name}/beats"
+        self._store.add(f"{self._beats}/{rank}", 1)
         self._trainings: list[Training | None] = []
         self._heard: dict[int, tuple[int, float]] = {}
-        self._over = threading.Event()
-        self._has_failed = False
-        self._pid = os.getpid()
+        self._over, self._has_failed = threading.Event(), False
         # Runs at the end of processes that multiprocessing starts too, where atexit does not, and in no forked child.
         self._at_exit = Finalize(None, self._end_of_process, exitpriority=0)
-        self._beat()
         _running.add(self)
         # A daemon: it must not keep a process alive that has ended its work.
         self._thread = threading.Thread(target=self._run, name="hf_ckpt-watch", daemon=True)
@@ -94,27 +86,36 @@ class Watchdog:
 
     def begin(self, training: Training | None) -> None:
         """Note that training begins, None if outside of a Trainer. Raises `OtherProcessError` if another has left."""
-        if self._store.check([self._failure]):
-            raise OtherProcessError(f"{self._stopped()} Process {self._rank} cannot train without it.")
         # A Trainer that looks for a batch size that fits begins several times in one call.
         if training not in self._trainings:
             self._trainings.append(training)
+        # Asked afterwards: what comes between the two, the thread finds.
+        if (stopped := self._stopped()) is not None:
+            self._trainings.pop()
+            raise OtherProcessError(f"{stopped} Process {self._rank} cannot train without it.")
 
     def end(self) -> None:
         """Note that the training that began last has come to its end."""
         if self._trainings:
             self._trainings.pop()
-        if not self._trainings and not self._outlasts_training:
+        if not self._is_needed():
             self.close()
 
     def fail(self, reason: str) -> None:
-        """Tell the other processes why this one stops. The first reason of a run stands: others often follow from it."""
-        # A forked child has the connection of its parent, who would read the answer.
-        if not self._over.is_set() and self._pid == os.getpid():
+        """Tell the other processes why this one stops. The first reason of a run stands: others may come of it."""
+        # A forked child, which has no thread, has the connection of its parent, who would read the answer.
+        if not self._over.is_set() and self._thread.is_alive():
             self._has_failed = True
             with suppress(dist.DistError):
-                self._store.compare_set(self._failure, "", json.dumps([self._rank, reason[:_MAX_REASON]]))
+                self._store.compare_set(self._failure, "", json.dumps([self._rank, reason[:1000]]))
         self.close()
+
+    def leave(self) -> None:
+        """Do the same where nobody says why, which may be known all the same."""
+        what = "it left training before its end" if self._is_needed() else "its process ended before training began"
+        errors = (training.uncaught_error() for training in self._trainings if training is not None)
+        known = (f"{type(error).__name__}: {error}" for error in errors if error is not None)
+        self.fail(next(known, f"{what}; its own output may tell more"))
 
     def close(self) -> None:
         """Watch no longer: this process and the others do not need each other."""
@@ -132,32 +133,29 @@ class Watchdog:
 
     def is_alive(self, rank: int) -> bool:
         """Whether another process has made this watch too, and has been heard lately, as far as was asked before."""
-        if self._over.is_set():
-            return False
-        try:
+        with suppress(dist.DistError):
             # Adding nothing reads a count, also where there is none yet.
-            beats = self._store.add(f"{self._name}/beats/{rank}", 0)
-        except dist.DistError:
-            return False
-        if beats != self._heard.get(rank, (0, 0.0))[0]:
-            self._heard[rank] = beats, time.monotonic()
-        return beats > 0 and time.monotonic() - self._heard[rank][1] < _SILENCE_S
+            beats = 0 if self._over.is_set() else self._store.add(f"{self._beats}/{rank}", 0)
+            if beats != self._heard.get(rank, (0, 0.0))[0]:
+                self._heard[rank] = beats, time.monotonic()
+            return beats > 0 and time.monotonic() - self._heard[rank][1] < _SILENCE_S
+        return False
 
-    def why_left(self) -> str:
-        """Return why training was left, as far as that is known."""
-        errors = (training.uncaught_error() for training in self._trainings if training is not None)
-        return next((f"{type(error).__name__}: {error}" for error in errors if error is not None), _LEFT_EARLY)
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of the model leads here by its hook (`report_failures`), and is in no run.
+        return type(None), ()
 
     def _end_of_process(self) -> None:
-        if not self._over.is_set():
-            self.fail(self.why_left() if self._is_needed() else _NEVER_BEGAN)
+        self.leave()
         # It lingers; and a thread that is at work in torch while the interpreter ends would abort the process.
         self._thread.join(_LINGER_S + _LOOK_S)
 
     def _is_needed(self) -> bool:
         return bool(self._trainings) or self._outlasts_training
 
-    def _stopped(self) -> str:
+    def _stopped(self) -> str | None:
+        if not self._store.check([self._failure]):
+            return None
         rank, reason = json.loads(self._store.get(self._failure))
         return f"Process {rank} has stopped: {reason.rstrip('.')}."
 
@@ -168,23 +166,21 @@ class Watchdog:
         with suppress(dist.DistError):
             num_missed = 0
             while not self._over.wait(_LOOK_S):
-                self._beat()
+                self._store.add(f"{self._beats}/{self._rank}", 1)
                 # In a command whoever leaves training comes to the end of the command.
                 has_left = self.has_left_training() and not self._outlasts_training
                 num_missed = num_missed + 1 if has_left else 0
                 if num_missed == _NUM_LOOKS:
-                    self.fail(self.why_left())
-                # What runs here may need no other process: only training does.
-                elif not has_left and self._is_needed() and self._store.check([self._failure]):
-                    self._end(self._stopped())
-        self.close()
+                    self.leave()
+                elif not has_left and (stopped := self._stopped()) is not None:
+                    # What runs here may need no other process: only training does, which `begin` refuses.
+                    if self._is_needed():
+                        self._end(stopped)
+                    break
         if self._has_failed:
             time.sleep(_LINGER_S)
-        # It would keep this watch, and with it a connection.
+        # There is nothing more to tell; and it would keep this watch, and with it a connection.
         self._at_exit.cancel()
-
-    def _beat(self) -> None:
-        self._store.add(f"{self._name}/beats/{self._rank}", 1)
 
     def _end(self, stopped: str) -> None:
         # All may stop for one reason, and then each of them says it.
@@ -214,25 +210,21 @@ def start() -> Watchdog | None:
         if watch.is_of(group):
             if not watch.has_left_training():
                 return watch
-            watch.fail(watch.why_left())
+            watch.leave()
     return Watchdog(default_store(), dist.get_rank(), group)
 
 
 @contextmanager
 def watched_training(training: Training | None) -> Iterator[Watchdog | None]:
-    """Begin a training. An error of this package's within is raised in all processes: the training ends with it.
-
-    Raises `OtherProcessError` if another process has left already.
-    """
+    """Begin a training, which ends by an error of this package's within: that is raised in all processes."""
     watch = start()
-    if watch is None:
-        yield None
-        return
-    watch.begin(training)
+    if watch is not None:
+        watch.begin(training)
     try:
         yield watch
     except HFCkptError:
-        watch.end()
+        if watch is not None:
+            watch.end()
         raise
 
 
@@ -241,9 +233,7 @@ def is_alive(rank: int) -> bool:
     return any(watch.is_alive(rank) for watch in list(_running))
 
 
-def report_failures(
-    watch: Watchdog, model: nn.Module, is_handled: Callable[[BaseException], bool] | None = None
-) -> Callable[[], None]:
+def report_failures(watch: Watchdog, model: nn.Module, is_handled: IsHandled = None) -> Callable[[], None]:
     """Report an exception in the model's forward to the others, before anybody handles it. Returns what ends that.
 
     `is_handled` tells of an exception whether this process will go on, or tell of it itself.
@@ -251,10 +241,10 @@ def report_failures(
     return model.register_forward_hook(functools.partial(_report, watch, is_handled), always_call=True).remove
 
 
-def _report(
-    watch: Watchdog, is_handled: Callable[[BaseException], bool] | None, module: nn.Module, args: Any, output: Any
-) -> None:
+def _report(watch: Watchdog | None, is_handled: IsHandled, module: nn.Module, args: Any, output: Any) -> None:
     error = sys.exception()
     # With an output, the exception is one that the caller is handling.
-    if error is not None and output is None and not (is_handled is not None and is_handled(error)):
+    if watch is None or error is None or output is not None:
+        return
+    if is_handled is None or not is_handled(error):
         watch.fail(f"{type(error).__name__}: {error}")
