@@ -180,11 +180,11 @@ def be_slow(victim: int) -> None:
     callbacks: list[Any] = [HFCkptCallback("full")]
     if int(os.environ["RANK"]) == victim:
         # Before the plugin's own, so that the other process waits for this one there.
-        callbacks[:0] = [During(event, lambda _: time.sleep(2)) for event in ("on_init_end", "on_train_begin")]
-        callbacks.append(During("on_step_end", lambda _: stop_for(2), step=2))
+        callbacks[:0] = [During(event, lambda _: time.sleep(1.2)) for event in ("on_init_end", "on_train_begin")]
+        callbacks.append(During("on_step_end", lambda _: stop_for(1.2), step=2))
     with tempfile.TemporaryDirectory() as folder:
-        # What one process does alone, the others are not in step with: they wait in the next collective.
-        callbacks.append(During("on_save", lambda _: time.sleep(2 * (int(os.environ["RANK"]) == victim))))
+        # As one that writes for long: the other waits in the next collective.
+        callbacks.append(During("on_save", lambda _: time.sleep(1.2 * (int(os.environ["RANK"]) == victim))))
         trainer(llama(), Path(folder), *callbacks, max_steps=4, save_strategy="steps", save_steps=3).train()
 
 

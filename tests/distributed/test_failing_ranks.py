@@ -28,11 +28,11 @@ RAISED = "Process 1 has stopped: ValueError: a layer failed. Process 0 cannot tr
 ABOUT = {
     "raises": (RAISED, None),
     "raises and lingers": (RAISED, 0),
-    "leaves and lingers": (LEFT, 0),
     "exits while saving": (LEFT, 0),
     "has another policy": ("PlanMismatchError: Another policy was asked for in process 1 than in process 0", None),
     "has no policy": ("OtherProcessError: Process 1 has not come to making the plan within 5 s of process", None),
     "cannot be planned": ("OtherProcessError: Process 1 failed while applying the policy: Layer 1 of", None),
+    "leaves and lingers": (LEFT, 0),
 }
 
 
