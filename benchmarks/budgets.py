@@ -26,8 +26,8 @@ from benchmarks.environment import describe
 from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_case, add_out, main
 from hf_ckpt.errors import BudgetError
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.layer_costs import chain_of
-from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy

@@ -27,7 +27,7 @@ from hf_ckpt.errors import (
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
 from hf_ckpt.patch.checks import check_engine, check_wrappers
-from hf_ckpt.patch.interrupted_run import running_trainer, trainer_being_built
+from hf_ckpt.patch.interrupted_run import running_trainer, train_call, trainer_being_built
 from hf_ckpt.patch.stack_patch import LEFTOVER
 from hf_ckpt.policy.allowances import allowed_by, check_no_rule
 from hf_ckpt.policy.options import (
@@ -203,7 +203,7 @@ class HFCkptCallback(TrainerCallback):
             check_asked(args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
-        # From here on a process that is killed is noticed by the others.
+        # From here on a process that leaves is noticed by the others.
         watchdog.start()
         if (trainer := trainer_being_built()) is not None:
             hold_off_accelerates_checkpointing(trainer, self)
@@ -239,7 +239,7 @@ class HFCkptCallback(TrainerCallback):
         self._saved_files = SavedFiles.of(model) if is_whole else self._before_sharding.of(model)
         use_cache.restore_recorded(model)
         say_who_governs(args)
-        with watchdog.watched_training() as watch:
+        with watchdog.watched_training(train_call()) as watch:
             planning, policy, input_gradients = self._planned(args, state, kwargs)
             run = self._run = TrainingRun(
                 model, policy, self._structure, self._prove, input_gradients, watch, use_cache=args.use_cache

@@ -6,11 +6,17 @@ Every message has three parts: what was asked for, what is true, what to do. Kno
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class HFCkptError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose. Objects are named without their address."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_ADDRESS.sub("", each) if isinstance(each, str) else each for each in args))
 
 
 class PolicyError(HFCkptError, ValueError):

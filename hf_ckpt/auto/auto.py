@@ -251,7 +251,7 @@ def _because(fault: str) -> Iterator[None]:
     try:
         yield
     except UnsupportedError as error:
-        raise UnsupportedError(f"{fault} Without the Trainer's own loss the run is refused: {error}") from error
+        raise UnsupportedError(f"{fault} The model's own loss cannot be simulated in its place: {error}") from error
 
 
 def _fault_of_loss(

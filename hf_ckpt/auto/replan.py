@@ -476,7 +476,7 @@ class RunPlanner:
             if found.exactness is not None:
                 without = self.capacity.needed_bytes(simulator.reserved_bytes(None))
                 plain = without, found.exactness.of_none
-                logger.info("The plan for %s is %s.", batch.describe(), found.exactness.describe())
+                logger.info("The plan for %s: %s.", batch.describe(), found.exactness.describe())
             plan = restore_user_cap(found.plan, self._allowed)
             self._plans[batch] = _Planned(plan, found.memory, found.verdict, *plain)
         return self._plans[batch]

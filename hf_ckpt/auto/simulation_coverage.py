@@ -401,7 +401,8 @@ class InputCheck:
         """
         if not self._num_forwards:
             raise refuse(
-                "a micro-batch ran without a forward of the model that the Trainer has: parts were called alone"
+                "a micro-batch ran without a training forward of the model that the Trainer has: its parts were called "
+                "alone, or it was in eval mode"
             )
         self._num_forwards = 0
 

@@ -27,7 +27,7 @@ from hf_ckpt.estimate import tables
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
-    from hf_ckpt.estimate.page import Page
+    from hf_ckpt.estimate.html_page import Page
     from hf_ckpt.estimate.step_of_recipe import Subject
     from hf_ckpt.recipe.recipe import Recipe
     from hf_ckpt.simulation.devices import Device
@@ -234,7 +234,7 @@ def _quick(options: argparse.Namespace) -> tuple[str, ...]:
 def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:
     """Write the pictures and the page that are asked for."""
     if options.plot is not None:
-        from hf_ckpt.estimate.pictures import draw_all
+        from hf_ckpt.estimate.plot_files import draw_all
 
         for written in draw_all(found, options.plot, progress.say):
             progress.clear()
@@ -248,7 +248,7 @@ def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace
 def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> Page:
     """Return what was found for the first device as a page; `words`: of the command that gives it."""
     from hf_ckpt.cli.inspect_report import ledger
-    from hf_ckpt.estimate.page import Page
+    from hf_ckpt.estimate.html_page import Page
 
     device, steps = found.devices[0], found.steps()
     decides = found.decides if found.decides in steps else next(iter(steps))

@@ -125,7 +125,7 @@ def _check_out(path: Path | None) -> None:
 
 
 def _plot(found: PlannedRecipe, path: Path) -> None:
-    from hf_ckpt.estimate.pictures import draw_planned
+    from hf_ckpt.estimate.plot_files import draw_planned
 
     draw_planned(found.planned.chain, found.steps(), path, subject=found.subject, device=found.device)
     say(f"Wrote {path}")
@@ -133,7 +133,7 @@ def _plot(found: PlannedRecipe, path: Path) -> None:
 
 def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argparse.Namespace) -> None:
     from hf_ckpt.cli.inspect_report import ledger
-    from hf_ckpt.estimate.page import Page
+    from hf_ckpt.estimate.html_page import Page
     from hf_ckpt.policy.policy import AUTO
 
     page = Page(

@@ -36,12 +36,10 @@ DEFAULT_TIMEOUT_S = 1800
 PATIENCE_S = 300
 """How long the first processes at a step of the callback wait for the last: reporters start before it.
 
-One that is watched is waited for as long as it lives, be it in a debugger.
+One that is watched is waited for as long as it is heard of: see `watchdog`.
 """
 _GRACE_S = 20.0
 """How long a process that failed waits to hear whether the others failed too."""
-_CONNECT_S = 10.0
-"""How long a process waits to be watched, before it goes on without."""
 _MISSING = "\0"
 """Stands for the value that a process did not set in time."""
 
@@ -52,8 +50,8 @@ _MISSING = "\0"
 class LaunchedProcesses:
     """The processes that a launcher started for one run. A process by itself has nothing to wait for.
 
-    An error in a stage ends the stage in all of them. While this is entered, they are watched too: a process that is
-    killed, or that leaves by an error of which the others do not know yet, ends the others at once.
+    An error in a stage ends the stage in all of them. While this is entered, they are watched too: a process that
+    leaves by an error of which the others do not know yet, or without one, ends the others.
 
     Example:
         with LaunchedProcesses() as processes:
@@ -73,10 +71,9 @@ class LaunchedProcesses:
 
     def __enter__(self) -> Self:
         if self._store is not None:
-            from hf_ckpt.distributed.watchdog import Watchdog, clone_of
+            from hf_ckpt.distributed.watchdog import Watchdog
 
-            self._watchdog = Watchdog(clone_of(self._store), self.rank, self.size, outlasts_training=True)
-            self._watchdog.is_connected.wait(_CONNECT_S)
+            self._watchdog = Watchdog(self._store, self.rank, outlasts_training=True)
         return self
 
     def __exit__(
@@ -91,7 +88,7 @@ class LaunchedProcesses:
         elif isinstance(error, HFCkptError):
             self._watchdog.fail(str(error))
         else:
-            self._watchdog.leave(f"{type(error).__name__}: {error}")
+            self._watchdog.fail(f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:
@@ -168,10 +165,10 @@ class LaunchedProcesses:
         return [json.loads(store.get(key)) if store.check([key]) else _MISSING for key in keys]
 
     def _are_missing_alive(self, keys: Sequence[str]) -> bool:
-        """Whether all that have set no value yet are watched, and so alive."""
+        """Whether all that have set no value yet are watched, and heard of."""
         if (watchdog := self._watchdog) is None or (store := self._store) is None:
             return False
-        return all(store.check([key]) or watchdog.watches(rank) for rank, key in enumerate(keys))
+        return all(store.check([key]) or watchdog.is_alive(rank) for rank, key in enumerate(keys))
 
     def _close_if_all_know(self, values: Sequence[str | None]) -> None:
         """Stop the watch where all have got the error: each ends by itself, and this process is needed no longer."""
@@ -277,7 +274,7 @@ def _value_of(store: Store, rank: int, number: int, doing: str, timeout_s: float
 def _is_alive(rank: int, doing: str) -> bool:
     from hf_ckpt.distributed import watchdog
 
-    if not watchdog.is_watched(rank):
+    if not watchdog.is_alive(rank):
         return False
     logger.info("Process %d has not come to %s yet. It is alive, and waited for.", rank, doing)
     return True

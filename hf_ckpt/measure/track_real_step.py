@@ -1,6 +1,10 @@
 """A step that really runs in a Trainer, followed by the tracker that follows simulated ones, to check those.
 
 Only this code counts, as for a simulated step. The tensors are real, and the Trainer runs the step.
+
+torch's `MemTracker` follows a real step too, and adds up the same bytes. It does not say which layer and operator hold
+them, takes for memory of the device what a plan moves off a CPU, and does not know what kernels of CUDA allocate
+besides: a prediction is held against all of these.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ instance `forward`. No module is wrapped and no name changes; every value set he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack
@@ -25,7 +25,8 @@ from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
 from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
-from hf_ckpt.patch.use_cache import SharedIndexCheck, skip_in_training_forwards
+from hf_ckpt.patch.switched_by_others import SwitchedByOthers
+from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic, skip_in_training_forwards
 from hf_ckpt.policy.options import (
     ApplyOptions,
     HeadMode,
@@ -44,6 +45,7 @@ from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
+from hf_ckpt.structure.attention_and_ffn import unwrapped
 from hf_ckpt.structure.layers import (
     Stack,
     class_name,
@@ -54,7 +56,6 @@ from hf_ckpt.structure.layers import (
     uncovered_lists,
 )
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
-from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
 from hf_ckpt.upstream.peft import ACTIVATED_BY
 from hf_ckpt.upstream.transformers import FLAG, OTHER_FLAGS
@@ -118,6 +119,10 @@ class Applied:
         if self._patches and (check := self._patches[0].cache_check) is not None:
             check.values = values
 
+    def leave_unsaid(self, topics: Iterable[Topic]) -> None:
+        """Say nothing of these."""
+        self._patches[0].told.update(topics)
+
     def join_ladder(self) -> None:
         """Say that leaner plans may take this one's place, which all have to give the same bits."""
         if self._patches and (check := self._patches[0].cache_check) is not None:
@@ -149,7 +154,7 @@ class Applied:
 
         What this plan's removal was to undo, the new one's undoes; where `put` raises, it is undone at once.
         """
-        undos, check = self._patches[0].take_undos(), self._patches[0].cache_check
+        undos, check, told = self._patches[0].take_undos(), self._patches[0].cache_check, self._patches[0].told
         self.remove()
         try:
             new = put()
@@ -158,12 +163,12 @@ class Applied:
             raise
         for undo in undos:
             new.on_remove(undo)
+        new.leave_unsaid(told)
         if check is not None:
             # The step may go on under the new plan.
             new.note_use_cache(check.values)
             if (its := new._patches[0].cache_check) is not None:
-                its.has_told, its.is_on_ladder = check.has_told, check.is_on_ladder
-                its.has_told_of_cache = check.has_told_of_cache
+                its.is_on_ladder = check.is_on_ladder
         return new
 
     def adopt(self, other: Applied) -> None:
@@ -242,14 +247,16 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
     proof = ValueProof(parse_prove(prove))
     pending_errors = PendingErrors()
     patches: list[StackPatch] = []
+    told: set[Topic] = set()
     offloaded = offloaded_layers(plan)
+    switched = SwitchedByOthers(model)
     uses_seam = not any(getattr(each, ACTIVATED_BY, None) for each in adapter_configs(unwrapped(model)).values())
     try:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
             patch = StackPatch(plan, stack.path)
             patch.uses_seam = uses_seam
             patches.append(patch)
-            patch.siblings = patches
+            patch.siblings, patch.told = patches, told
             patch.pending_errors = pending_errors
             # Whichever patch is removed first closes them; nothing runs after that.
             patch.offloaders = tuple(dict.fromkeys(offloader for offloader, _ in offloaded.values()))
@@ -257,11 +264,12 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         if plan.head is HeadMode.CHUNKED:
             _chunk_head(model, patches[0], proof)
         _switch_off_others(model, patches)
+        patches[0].switched = switched
         for patch, stack in zip(patches, stacks, strict=True):
             patch.attach(stack.home, stack.owner)
         # A key/value cache serves nobody in a training step.
         drops_cache = any(patch.drops_cache for patch in patches)
-        check = SharedIndexCheck(stacks, drops_cache=drops_cache, does_nothing=plan.does_nothing)
+        check = SharedIndexCheck(stacks, told, drops_cache=drops_cache, does_nothing=plan.does_nothing)
         patches[0].hooks.extend(skip_in_training_forwards(model, check))
         patches[0].cache_check = check
     except BaseException:
@@ -342,7 +350,7 @@ def remove(model: nn.Module) -> bool:
         Whether there was a plan.
     """
     patches = _patches(model)
-    run_all(patch.remove for patch in patches)
+    run_all(patch.remove for patch in reversed(patches))
     return bool(patches)
 
 

@@ -17,8 +17,8 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRAINED_CACHES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
+from hf_ckpt.structure.attention_and_ffn import unwrapped
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of, path_of
-from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
 from hf_ckpt.upstream.torch import CHECKPOINT_WRAPPED, FakeTensor
 from hf_ckpt.upstream.transformers import CHECKPOINTING_ARGUMENTS, PIPELINE_STAGE

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,9 +42,10 @@ class TrainCall:
         """Whether the call is under way, here or in the thread that made it."""
         is_here = self._thread == threading.get_ident()
         frame = sys._getframe() if is_here else sys._current_frames().get(self._thread)
-        while frame is not None:
+        trainer = self._trainer()
+        while frame is not None and trainer is not None:
             if id(frame) == self._frame:
-                return _trainer_of(frame) is self._trainer()
+                return _trainer_of(frame) is trainer
             frame = frame.f_back
         return False
 
@@ -55,6 +57,15 @@ class TrainCall:
     def is_of(self, trainer: object) -> bool:
         """Whether it is a call of this Trainer."""
         return self._trainer() is trainer
+
+    def uncaught_error(self) -> BaseException | None:
+        """Return the exception that ended it, where nobody caught that; the program may have seen others since."""
+        error: BaseException | None = getattr(sys, "last_value", None)
+        frames = () if error is None else traceback.walk_tb(error.__traceback__)
+        return error if any(id(frame) == self._frame for frame, _ in frames) else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TrainCall) and vars(self) == vars(other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainCall:
         return self

@@ -19,7 +19,8 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
 from hf_ckpt.patch.interrupted_run import TrainCall
-from hf_ckpt.patch.use_cache import SharedIndexCheck
+from hf_ckpt.patch.switched_by_others import SwitchedByOthers
+from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.arguments import is_cache
 from hf_ckpt.regions.execution_state import qualified_name
@@ -131,6 +132,8 @@ class StackPatch:
         self.drops_cache = False
         self.reads_cache = False
         self.cache_check: SharedIndexCheck | None = None
+        self.told: set[Topic] = set()
+        self.switched: SwitchedByOthers | None = None
         self._is_paused = False
         self._is_logged = False
 
@@ -203,7 +206,7 @@ class StackPatch:
         """Put back what was found, all of it: errors of single undos are raised in the end."""
         undos: list[Callable[[], object]] = [change.undo for change in reversed(self._changes)]
         # Not by `on_remove`, which another plan would take over.
-        ends = [self._hook, self.segment_hooks, *self.hooks]
+        ends = [self._hook, self.segment_hooks, *self.hooks, self.switched]
         undos += [*self._on_remove, *(end.remove for end in ends if end is not None)]
         if self.cache_check is not None:
             undos.append(self.cache_check.end)
@@ -248,6 +251,8 @@ class StackPatch:
         lost = [change for change in self._changes if not change.is_in_force()]
         if lost:
             self._log_or_raise(lost)
+            if self.switched is not None:
+                self.switched.take_off_hooks()
         for change in lost:
             change.assert_again()
 
@@ -291,6 +296,19 @@ class StackPatch:
         for change in self._seams():
             setattr(change.module, FLAG, False)
         self._is_paused = True
+
+    def tell_of_eval(self) -> None:
+        """Say once that nothing is recomputed in eval mode: a forward with gradients has come."""
+        if self.plan.does_nothing or any(change.module.training for change in self._changes):
+            return
+        if Topic.EVAL_MODE not in self.told:
+            self.told.add(Topic.EVAL_MODE)
+            logger.warning(
+                "%s runs in eval mode with gradients on, where the plan rests: nothing is recomputed, and activations "
+                "are kept as without it. If a backward follows, call train() on the model, with the p of its dropouts "
+                "at 0 if they are to be off; if none follows, use torch.no_grad().",
+                self.path,
+            )
 
     def _resume(self) -> None:
         if self._is_paused:
@@ -365,12 +383,15 @@ def runs_seam(module: nn.Module) -> bool:
 
 def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
-    if kwargs is None or torch.compiler.is_compiling() or patch.remove_if_over() or not owner.training:
+    if kwargs is None or torch.compiler.is_compiling() or patch.remove_if_over():
         return
     if patch.is_removed:
         # Somebody has kept the hooks, and put them back.
         return
-    if torch.is_grad_enabled():
+    if not owner.training:
+        if torch.is_grad_enabled():
+            patch.tell_of_eval()
+    elif torch.is_grad_enabled():
         patch.refuse_cache((*args, *kwargs.values()))
         patch.assert_in_force()
     else:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules import padding, pooling, rnn
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.structure.attention_and_ffn import unwrapped, words_of
 from hf_ckpt.structure.layers import Layer, is_unit
-from hf_ckpt.structure.parts import unwrapped, words_of
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.peft import ACTIVATED_VARIANT
 from hf_ckpt.upstream.torch import ConvNd, DropoutNd, NormBase
 
 _OTHER_NORMS = frozenset("batch group instance weight spectral".split())
@@ -93,6 +94,8 @@ def _why_not(module: nn.Module) -> str:
         return f"normalises over the last {len(module.normalized_shape)} dimensions"
     if _looks_for_outliers(module):
         return "looks for outliers over all tokens of a call (LLM.int8; llm_int8_threshold=0 does not)"
+    if _counts_from_the_end(module):
+        return "adapts the last tokens of a call alone (aLoRA)"
     values = _settings(module)
     if capacity := next((name for name in values if "capacity" in words_of(name)), None):
         return f"drops tokens beyond a capacity that is counted over a call ({capacity}={values[capacity]})"
@@ -113,7 +116,7 @@ def _is_linear(module: nn.Module) -> bool:
     """Whether a module is one matrix product over the last dimension, adapters and quantisation included."""
     base = stored(module, "base_layer")
     if isinstance(base, nn.Module):
-        return _is_linear(unwrapped(base))
+        return _is_linear(unwrapped(base)) and not _counts_from_the_end(module)
     words = words_of(type(module).__name__)
     # transformers' own Conv1D is a linear layer, written as one of GPT-2's.
     is_one = isinstance(module, nn.Linear) or type(module).__module__ == "transformers.pytorch_utils"
@@ -126,6 +129,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _looks_for_outliers(module: nn.Module) -> bool:
     return type(module).__name__ == "Linear8bitLt" and bool(getattr(stored(module, "state"), "threshold", 0.0))
+
+
+def _counts_from_the_end(module: nn.Module) -> bool:
+    variants = stored(module, "lora_variant") or {}
+    return any(type(each).__name__ == ACTIVATED_VARIANT for each in variants.values())
 
 
 def _holds_units(module: nn.Module) -> bool:

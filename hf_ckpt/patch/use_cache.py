@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -149,6 +150,14 @@ def _without_cache(
     return (*args[:place], is_on, *args[place + 1 :]), kwargs
 
 
+class Topic(Enum):
+    """What is said once of a plan, and of those that take its place; nothing of it of simulated steps."""
+
+    EMPTY_CACHE = "a cache that is asked for comes back empty"
+    PACKED_ROWS = "documents of a row attend to those before them"
+    EVAL_MODE = "a forward keeps activations in eval mode"
+
+
 class SharedIndexCheck:
     """Looks, in the first training forward that would make a cache, whether one layer would read what another wrote.
 
@@ -158,7 +167,7 @@ class SharedIndexCheck:
     `does_nothing` whether it leaves the model as it is.
     """
 
-    def __init__(self, stacks: Sequence[Stack], *, drops_cache: bool, does_nothing: bool) -> None:
+    def __init__(self, stacks: Sequence[Stack], told: set[Topic], *, drops_cache: bool, does_nothing: bool) -> None:
         self._does_nothing = does_nothing
         self.is_on_ladder = False
         """Whether other plans may take this one's place: all have to give the same bits, which a cache may change."""
@@ -171,8 +180,7 @@ class SharedIndexCheck:
         self._running: list[tuple[nn.Module, dict[object, list[tuple[nn.Module, nn.Module]]]]] = []
         self.values: Mapping[int, object] = {}
         """Of `use_cache` without the plan, by the id of the config, where it is not what the config has."""
-        self.has_told = self.has_told_of_cache = False
-        """Whether something was said of packed rows, and of a cache that comes back empty."""
+        self._told = told
 
     @property
     def leaves_cache(self) -> bool:
@@ -186,8 +194,8 @@ class SharedIndexCheck:
 
     def tell_of_empty_cache(self) -> None:
         """Say once that a cache which is asked for comes back empty: recomputed layers can neither read nor fill it."""
-        if self._drops_cache and not self.has_told_of_cache and not torch.compiler.is_compiling():
-            self.has_told_of_cache = True
+        if self._drops_cache and Topic.EMPTY_CACHE not in self._told and not torch.compiler.is_compiling():
+            self._told.add(Topic.EMPTY_CACHE)
             logger.warning(
                 "use_cache=True is asked for in a training forward, but layers that recompute their attention put no "
                 'keys and values into the cache: it comes back empty there. Use mode "none" or "ffn" where a loss '
@@ -196,12 +204,13 @@ class SharedIndexCheck:
 
     def tell_of_packed_rows(self, position_ids: Any) -> None:
         """Say once what becomes of rows in one: a forward with a cache has come, without a mask."""
-        if self.has_told or torch.compiler.is_compiling():
+        if Topic.PACKED_ROWS in self._told or torch.compiler.is_compiling():
             return
-        # On a device this waits for it, and so is done once.
-        self.has_told = not position_ids.is_cpu
-        if bool((position_ids.diff(dim=-1) != 1).any()):
-            self.has_told = True
+        begins_anew = bool((position_ids.diff(dim=-1) != 1).any())
+        if begins_anew or not position_ids.is_cpu:
+            # A device is waited for, and so is asked once.
+            self._told.add(Topic.PACKED_ROWS)
+        if begins_anew:
             logger.warning(
                 "Position ids begin again within a row, no attention_mask came, and use_cache is on: so transformers "
                 "lets each document of the row attend to those before it, with this plan and without. With "

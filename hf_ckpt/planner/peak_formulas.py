@@ -310,7 +310,8 @@ class SegmentCosts:
         chain: the chain.
         nested: which kind.
         num_ticks: ticks of a second.
-        casts: by layer, what is allowed for the casts of the layers before it. See Note [Casts] in `pareto`.
+        casts: by layer, what is allowed for the casts of the layers before it. See Note [Casts] in
+            `dynamic_programming`.
 
     Attributes:
         needs: of each segment, indexed by its start and its stop.

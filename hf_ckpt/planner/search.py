@@ -1,8 +1,8 @@
 """The fastest plan within a budget.
 
-`pareto` adds up layers. What it chooses is simulated whole and played through torch's allocator, and the budget is
-lowered by what that reserves beyond the peak until the whole fits (`simulation.fit`). Tiles and the chunked head come
-in where a plan without them does not fit, or, if plans need not be bitwise, might be faster with them.
+`dynamic_programming` adds up layers. What it chooses is simulated whole and played through torch's allocator, and the
+budget is lowered by what that reserves beyond the peak until the whole fits (`simulation.fit`). Tiles and the chunked
+head come in where a plan without them does not fit, or, if plans need not be bitwise, might be faster with them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hf_ckpt.planner.advice import (
     nothing_fits,
 )
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
-from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
 from hf_ckpt.policy.options import Offload

@@ -15,7 +15,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -32,6 +32,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.upstream.torch import (
     BATCHED_BACKWARD,
     COMPILED_CALL,
+    HOOKS,
     IS_USED,
     KERNEL_SWITCHES,
     NO_BACKWARD,
@@ -54,6 +55,7 @@ from hf_ckpt.upstream.torch import (
     push_dispatch_mode,
     push_function_mode,
     temporarily_clear_interpreter_stack,
+    top_saved_tensors_hooks,
 )
 
 Function = Callable[..., Any]
@@ -425,9 +427,9 @@ class ForwardContext:
         self._functions = _of_others(_function_modes())
         self._operators = [mode for mode in _of_others(_operator_modes()) if not _is_of("torch", mode)]
 
-    def kinds(self) -> list[type]:
-        """Return the types of the modes."""
-        return list(map(type, chain(self._functions, self._operators)))
+    def kinds(self) -> list[Hashable]:
+        """Return the types of the modes, and what gives saved tensors back: it may give others than it was given."""
+        return [*map(type, chain(self._functions, self._operators)), *_unpack_of_others()]
 
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Run a function in it again."""
@@ -479,6 +481,15 @@ def _function_modes() -> list[Any]:
 
 def _operator_modes() -> list[Any]:
     return dispatch_modes() if num_dispatch_modes() and not SURROUNDINGS.gone else []
+
+
+def _unpack_of_others() -> list[Any]:
+    hooks = None if HOOKS.gone else top_saved_tensors_hooks(False)
+    if hooks is None:
+        return []
+    unpack: Any = hooks[1].func if isinstance(hooks[1], partial) else hooks[1]
+    is_known = str(getattr(unpack, "__module__", "")).startswith(("torch.", "hf_ckpt."))
+    return [] if is_known else [getattr(unpack, "__code__", type(unpack))]
 
 
 def _of_others(modes: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ from hf_ckpt.regions.execution_state import qualified_name
 from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
-from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error
+from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error, what_to_do
 from hf_ckpt.upstream.accelerate import HOOK
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 
@@ -213,6 +213,10 @@ class CallState:
         if self._state is None:
             return self._name or qualified_name(self._module)
         return self._state.path
+
+    def what_to_do(self) -> str:
+        """Return which modes work in the place of the region's, as a sentence."""
+        return what_to_do(None, None if self._state is None else self._state.other_modes)
 
     def explain(self, error: Exception, *, is_tiled: bool = False, differs_in: str | None = None) -> NoReturn:
         """Raise what a later run has raised, which is not for others, with what it means; see `recomputation_error`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from traceback import walk_tb
 
@@ -19,7 +18,6 @@ OtherModes = Mapping[str, Sequence[str]]
 
 _SIGNALS = ("hf_ckpt.", "torch._dynamo.", "torch._subclasses.", "torch.fx.")
 _OF_DEVICES = (DistError, getattr(torch, "AcceleratorError", DistError))  # from torch 2.8 on
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_TEXT = 240
 
 _NOT_REPEATED = (
@@ -66,7 +64,7 @@ def recomputation_error(
         is_tiled: whether it is one run of many, on a part of the positions.
         differs_in: the module inside of which it differs, if that is known.
     """
-    said = shortened(" ".join(_ADDRESS.sub("", str(error).partition("\nTip:")[0]).split()), _MOST_TEXT).rstrip(".")
+    said = shortened(" ".join(str(error).partition("\nTip:")[0].split()), _MOST_TEXT).rstrip(".")
     if isinstance(error, CheckpointError):
         inside = differs_in
         place = f" What differs is in {inside}." if inside else ""
@@ -83,7 +81,7 @@ def recomputation_error(
         elif isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
             cause = _USED_UP
     runs = "runs in tiles" if is_tiled else "is recomputed in backward"
-    found = RecomputationError(f"{path} {runs}, and {what} {cause} {_what_to_do(inside, modes, is_tiled)}")
+    found = RecomputationError(f"{path} {runs}, and {what} {cause} {what_to_do(inside, modes, is_tiled=is_tiled)}")
     found.path = path
     return found
 
@@ -96,7 +94,8 @@ def module_that_raised(error: Exception, module: nn.Module | None) -> str | None
     return found[-1] if found else None
 
 
-def _what_to_do(inside: str | None, modes: OtherModes | None, is_tiled: bool) -> str:
+def what_to_do(inside: str | None, modes: OtherModes | None, *, is_tiled: bool = False) -> str:
+    """Return which modes work for the layer of a region, as a sentence; `inside` is the module at fault, if known."""
     if is_tiled:
         return "Leave tiles out for its layer."
     if modes is None:

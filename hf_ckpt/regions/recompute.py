@@ -83,14 +83,13 @@ def _recompute_eagerly(proof: RegionProof | None, function: Function, *args: Any
     refuse_transforms()
     call, tensors = split_call(function, args)
     return run_watched(
-        proof, function, args, call, tensors, lambda call_proof: run_checkpointed(call_proof, call, call.run, tensors)
+        proof, function, call, tensors, lambda call_proof: run_checkpointed(call_proof, call, call.run, tensors)
     )
 
 
 def run_watched(
     proof: RegionProof | None,
     function: Function,
-    args: Sequence[Any],
     call: Call,
     tensors: Sequence[Tensor],
     run: Callable[[CallProof | None], Any],
@@ -102,7 +101,7 @@ def run_watched(
     call_proof = None if proof is None else proof.start_call(function, tensors)
     returned = holding_if_needed(call, partial(run, call_proof))
     if call_proof is not None:
-        call_proof.check_graph(function, args, returned)
+        call_proof.check_graph()
     return returned
 
 
@@ -356,7 +355,7 @@ def recompute_around(kept: KeptModules, function: Function, *args: Any, proof: R
     def run(call_proof: CallProof | None) -> Any:
         return run_checkpointed(call_proof, call, partial(_ModuleOutputs().run, kept, call), tensors)
 
-    return run_watched(proof, function, args, call, tensors, run)
+    return run_watched(proof, function, call, tensors, run)
 
 
 # Else torch 2.11 takes what is kept, for one call, for something to compile a layer around.
@@ -583,8 +582,8 @@ class Call:
         place, change = changed
         raise ChangedSinceForwardError(
             f"{self.state.path} is to be recomputed, but it {change}, or another module "
-            f"does: the argument {self._name_of(place)}. Recomputing it would give other values. Leave it out of the "
-            "policy."
+            f"does: the argument {self._name_of(place)}. Recomputing it would give other values. "
+            f"{self.state.what_to_do()}"
         )
 
     def _name_of(self, place: int | str) -> str:

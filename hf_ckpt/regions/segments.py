@@ -150,7 +150,7 @@ def run_in_segment(
     segment = runner.join(number, layer_idx, tensors if outer is None else outer[1], snapshots)
     module = None if entered is None else module_of(entered[0].func)
     run = partial(segment.run, layer_idx, call, tensors, module, outer, nested)
-    return run_watched(proof, function, args, call, tensors, run)
+    return run_watched(proof, function, call, tensors, run)
 
 
 class _Link:

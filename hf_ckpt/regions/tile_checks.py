@@ -216,8 +216,9 @@ def _escape(module: nn.Module) -> UnsupportedError:
                 )
     return UnsupportedError(
         f"{type(module).__name__} is to run in tiles, but something that is computed inside it is used outside "
-        "too (a router's logits for an auxiliary loss, a hook that keeps outputs), which slices would cut off from "
-        "its gradient. Set output_router_logits=False, take the hook off, or leave tiles out for its layer."
+        "too (a router's logits for an auxiliary loss, a hook that keeps outputs, a weight that parametrize.cached() "
+        "keeps), which slices would cut off from its gradient. Set output_router_logits=False, take the hook off, or "
+        "leave cached() or tiles out for its layer."
     )
 
 

@@ -157,6 +157,13 @@ RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, Lo
 """What code raises that is given tensors without values, or other inputs than it expects."""
 
 
+def _asks_for_values(error: Exception) -> bool:
+    """Whether `numpy`, a text or another function outside of torch was given a tensor without values."""
+    return ".numpy() is not supported" in str(error) or (
+        isinstance(error, TypeError) and FakeTensor.__name__ in str(error)
+    )
+
+
 def to_unsupported_error(
     error: Exception,
     module: str,
@@ -178,21 +185,28 @@ def to_unsupported_error(
     if isinstance(error, HFCkptError | torch.OutOfMemoryError):
         return None
     line, package = raised_at(error)
-    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        asked = str(error.func)
+    elif _asks_for_values(error):
+        asked = f'{type(error).__name__} "{error}"'
+    else:
         return UnsupportedError(
             f"{where} cannot be simulated: given {_listed(inputs)}, as a simulated step gives them, it raises "
             f'{type(error).__name__} "{error}"{line}. Measure a step on the device instead, with the inputs that it '
             "needs."
         )
     of_inputs = f", of {_listed(unknown)} too" if unknown else ""
-    remedy = "Keep the tensor, detached, of what is only noted; or measure a step on the device instead."
+    remedy = (
+        "Where a value is only noted, keep the detached tensor in place of its number; else measure a step on the "
+        "device."
+    )
     if package in ("transformers", "peft", "trl"):
-        remedy = (
-            "Measure a step on the device instead, or choose an implementation with fixed shapes where the model has "
-            'one (experts_implementation="grouped_mm").'
-        )
+        other = "use a fixed policy"
+        if "expert" in f"{module}{line}".lower():
+            other = 'choose a kernel of fixed shapes where there is one (experts_implementation="grouped_mm")'
+        remedy = f"Measure a step on the device instead, or {other}."
     return UnsupportedError(
-        f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}{line}), and "
+        f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({asked}{line}), and "
         f"a simulated step has shapes only{of_inputs}. {remedy}"
     )
 

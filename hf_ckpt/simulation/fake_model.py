@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -144,17 +144,16 @@ def _deep_copy(
         if tensor is not None and id(tensor) not in memo:
             made = shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
             memo[id(tensor)] = _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
-    for generator in (
-        each for module in modules for each in vars(module).values() if isinstance(each, torch.Generator)
-    ):
-        # A deep copy would make its state of an empty tensor.
-        memo[id(generator)] = generator.clone_state()
+    own = [value for module in modules for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    # A deep copy would make their states of empty tensors.
+    generators = {id(generator): generator.clone_state() for generator in _generators_in(own, set())}
+    memo |= generators
     with EmptyCopies(empty):
         try:
             copied: nn.Module = copy.deepcopy(model, memo)
         # Whatever an attribute of the user's raises that cannot be copied.
         except Exception as error:
-            raise _cannot_copy(model, error) from error
+            raise _cannot_copy(model, error, generators) from error
     _Rebinding(memo).run()
     quantized.restore_states(modules, memo, is_cuda=is_cuda)
     for original, like in stand_ins.items():
@@ -162,14 +161,31 @@ def _deep_copy(
     return copied, memo
 
 
-def _cannot_copy(model: nn.Module, error: Exception) -> Exception:
+def _generators_in(value: Any, seen: set[int]) -> Iterator[torch.Generator]:
+    """Yield torch's generators in containers, partial functions and plain objects, however deep."""
+    if isinstance(value, torch.Generator):
+        yield value
+    elif type(value) not in _ATOMS and id(value) not in seen and not isinstance(value, nn.Module | Tensor | type):
+        seen.add(id(value))
+        held = [*value.values()] if isinstance(value, dict) else []
+        held += value if isinstance(value, list | tuple | set | deque) else []
+        held += [value.args, value.keywords] if isinstance(value, functools.partial) else []
+        for each in (*held, *getattr(value, "__dict__", {}).values()):
+            yield from _generators_in(each, seen)
+
+
+_ATOMS = frozenset({bool, int, float, str, bytes, type(None), types.FunctionType, types.MethodType})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _cannot_copy(model: nn.Module, error: Exception, copies: Mapping[int, Any]) -> Exception:
     """Return the refusal that names the attribute which cannot be copied; the error itself where none is found."""
-    itself: dict[int, Any] = {id(module): module for module in modules_of(model)}
+    known: dict[int, Any] = {**{id(module): module for module in modules_of(model)}, **copies}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _HELD:
                 try:
-                    copy.deepcopy(value, dict(itself))
+                    copy.deepcopy(value, dict(known))
                 except Exception as raised:  # noqa: BLE001  # see where this is called
                     return UnsupportedError(
                         "The step cannot be simulated: that runs on a copy of the model, and "

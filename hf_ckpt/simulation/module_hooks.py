@@ -15,8 +15,8 @@ from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
 from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tape import Mark
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.structure.attention_and_ffn import PARTS
 from hf_ckpt.structure.layers import Layer, Stack
-from hf_ckpt.structure.parts import PARTS
 from hf_ckpt.upstream.torch import DisableTorchFunction
 
 

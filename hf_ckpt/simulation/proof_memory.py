@@ -63,9 +63,6 @@ class SimulatedCallProof(CallProof):
             self._region.finish_call(None)
         return returned
 
-    def check_graph(self, function: Function, args: Sequence[Any], returned: Any) -> None:
-        """See `CallProof`. Nothing is checked here."""
-
     def fingerprints(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
         """See `CallProof`. Nothing is compared here."""
         with self._extra():

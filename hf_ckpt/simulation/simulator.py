@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.garbage_collection import count_as_old, no_cycles_collected
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
+from hf_ckpt.patch.use_cache import Topic
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
@@ -422,6 +423,7 @@ class StepSimulator:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
         prove: Prove = "first_step" if self.step.is_proven else "off"
         applied = apply_plan(fake.model, plan, fake.stacks(self.stacks), prove=prove)
+        applied.leave_unsaid(Topic)
         applied.value_proof.make_call_proof = partial(SimulatedCallProof, tracker)
         for offloader in applied.offloaders:
             offloader.use_link(SimulatedLink(tracker))

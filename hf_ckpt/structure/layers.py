@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import StructureError, did_you_mean
-from hf_ckpt.structure.parts import PARTS, PartFinder, is_at_or_below, parameter_shapes, unwrapped, words_of
+from hf_ckpt.structure.attention_and_ffn import PARTS, PartFinder, is_at_or_below, parameter_shapes, unwrapped, words_of
 from hf_ckpt.structure.stored import stored
 
 # Engines put one of these around the whole model; a plan names its paths as they are without.
@@ -116,6 +116,9 @@ def find_layers(
     """
     check_is_model(model)
     names = {"attention": attention, "ffn": ffn}
+    for part, name in names.items():
+        if name is not None and not isinstance(name, str):
+            raise StructureError(f"{part} is {name!r}. Use the name that each layer has for its {part}.")
     finder = PartFinder(parameter_shapes(model), names)
     lists = _named_lists(model, layers) if layers is not None else _found_lists(model, finder)
     if not lists:

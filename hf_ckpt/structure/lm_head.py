@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.structure.attention_and_ffn import unwrapped
 from hf_ckpt.structure.layers import class_name, clean_path, modules_down_to, path_of
-from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import stored
 from hf_ckpt.upstream.torch import COMPILED_INSIDE
 

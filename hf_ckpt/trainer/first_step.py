@@ -58,12 +58,12 @@ class _Run(Enum):
 class _Backward:
     """The regions that one backward has entered, by an output, and left, by an input or by a weight.
 
-    Each with whether its module was in training mode.
+    Each with whether its module was in training mode; None in a model that was not.
     """
 
     def __init__(self) -> None:
-        self.entered: set[tuple[_Key, bool]] = set()
-        self.left: set[tuple[_Key, bool]] = set()
+        self.entered: set[tuple[_Key, bool | None]] = set()
+        self.left: set[tuple[_Key, bool | None]] = set()
 
 
 class FirstStep:
@@ -87,7 +87,7 @@ class FirstStep:
 
     def _start_counts(self) -> None:
         self._entries: Counter[tuple[_Key, _Run]] = Counter()
-        self._reached: set[tuple[_Key, bool]] = set()
+        self._reached: set[tuple[_Key, bool | None]] = set()
         self._accumulated: set[nn.Parameter] = set()
         # By number, as long as they run: of one that ends in an exception, autograd drops what holds it.
         self._backwards: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
@@ -170,8 +170,10 @@ class FirstStep:
         # torch leaves the keywords out for a hook that another hook of the same call has just removed.
         kwargs, output = rest if len(rest) == 2 else ({}, rest[-1])
         inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value) if tensor.requires_grad]
-        enters = partial(self._reach, key, module.training, is_entered=True)
-        leaves = partial(self._reach, key, module.training, is_entered=False)
+        # Of a whole model in eval mode its patch tells, in whichever step.
+        is_training = module.training if module.training or self._layers[key[0]][0].owner.training else None
+        enters = partial(self._reach, key, is_training, is_entered=True)
+        leaves = partial(self._reach, key, is_training, is_entered=False)
         # On the graph, not on tensors: who asks for the gradient of one gets it without a backward of the region. A
         # region that is entered need not be left: the gradient of a bias at its end needs nothing that was saved.
         for tensor in tensors_in(output):
@@ -182,7 +184,7 @@ class FirstStep:
         for tensor in inputs:
             get_gradient_edge(tensor).node.register_prehook(leaves)
 
-    def _reach(self, key: _Key, is_training: bool, gradients: Any, *, is_entered: bool) -> None:
+    def _reach(self, key: _Key, is_training: bool | None, gradients: Any, *, is_entered: bool) -> None:
         if self.is_over or BACKWARDS.gone:
             return
         number = current_graph_task_id()
@@ -211,7 +213,8 @@ class FirstStep:
                 return None
             return (
                 f"but {what} ran once in step 1 (twice expected). Its checkpoint function was replaced after the "
-                "policy was applied. Apply the policy after that call."
+                "policy was applied: apply the policy after that call. Or it computes in a thread, or under "
+                "saved_tensors_hooks, of its own, where nothing is recomputed: leave it out of the policy."
             )
 
         return self._by_layer(lost)
@@ -238,7 +241,7 @@ class FirstStep:
         def resting(key: _Key, what: str, is_planned: bool) -> str | None:
             if not is_planned or not self._has_kept(key) or (key, False) not in self._reached:
                 return None
-            return f"but {what} was not recomputed in step 1: it was in eval mode, in which a plan rests. Call train()."
+            return f"but {what} ran in eval mode in step 1, in which a plan rests: it was not recomputed. Call train()."
 
         for sentence in self._by_layer(resting):
             logger.warning(sentence)

@@ -22,8 +22,8 @@ from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.policy.revolve import reruns
+from hf_ckpt.structure.attention_and_ffn import Shapes, parameter_shapes
 from hf_ckpt.structure.layers import Layer, Stack
-from hf_ckpt.structure.parts import Shapes, parameter_shapes
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.input_gradients import input_embeddings
 

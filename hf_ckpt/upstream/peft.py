@@ -21,6 +21,8 @@ CASTS_INPUT = _ADAPTERS.attribute("_cast_input_dtype")
 ACTIVATED_BY = "alora_invocation_tokens"
 """Of LoRA's config, where an adapter acts behind these tokens alone (aLoRA): each forward of the model places hooks on
 all layers whose `gradient_checkpointing` is set, which only a backward takes off."""
+ACTIVATED_VARIANT = "ALoraLinearVariant"
+"""The class of such an adapter in the `lora_variant` of a layer."""
 CONSTANT = frozenset(
     "r lora_alpha lora_bias lora_variant use_dora use_rslora kwargs _caches fan_in_fan_out is_target_conv_1d_layer "
     "ephemeral_gpu_offload cast_input_dtype_enabled".split()

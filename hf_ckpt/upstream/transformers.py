@@ -26,6 +26,8 @@ OTHER_FLAGS = ("grad_checkpointing", "use_gradient_checkpointing", "use_checkpoi
 """What modules that have no such seam call theirs: timm and open_clip, DiffSynth, Swin and MONAI, mmcv. diffusers has
 transformers' flag, on the modules around its layers."""
 FORWARD = "forward"
+INPUT_GRADIENTS = ("_require_grads_hooks", "_require_grads_hook")
+"""Where a model keeps the hooks that `enable_input_require_grads` has placed."""
 
 with _feature(
     "Plans through the seam of transformers' layers",
@@ -49,6 +51,11 @@ if SEAM.gone:
 
     class GradientCheckpointingLayer:  # type: ignore[no-redef]
         """No layer has the seam."""
+
+
+def asks_for_input_gradients(hook: Any) -> bool:
+    """Whether a forward hook is one that `enable_input_require_grads` places."""
+    return getattr(hook, "__name__", None) == "make_inputs_require_grads"
 
 
 CACHE = "cache" if "cache" in inspect.signature(BaseModelOutputWithPast).parameters else "past_key_values"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.execution_state import qualified_name
-from hf_ckpt.structure.parts import is_at_or_below
+from hf_ckpt.structure.attention_and_ffn import is_at_or_below
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import Record, UserHook, WatchedLayer, tensor_digest

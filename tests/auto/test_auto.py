@@ -38,7 +38,7 @@ from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.fit import Capacity, capacity_of, judge
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
-from tests.training import VOCAB, arguments, changed, llama, lora, losses, weights
+from tests.training import VOCAB, arguments, changed, llama, lora, losses, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
@@ -286,11 +286,11 @@ def test_a_budget_that_does_not_hold_the_batch_lets_the_trainer_find_a_smaller_o
     data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Between what two rows need in full and three.
-    two, three = (simulate_step(llama(), "full", step(rows=rows), CPU).peak_bytes for rows in (2, 3))
+    two, three = (simulate_step(llama(num_hidden_layers=2), "full", step(rows=rows), CPU).peak_bytes for rows in (2, 3))
     given = {"data": data, "auto_find_batch_size": True, "per_device_train_batch_size": 3, "max_steps": 1}
     callback = HFCkptCallback("auto", memory_budget=f"{(2 * two + three) // 3}B", tiles=1, head="plain")
     with caplog.at_level(logging.INFO, "hf_ckpt"):
-        trainer = run(llama(), tmp_path, callback, **given)
+        trainer = run(llama(num_hidden_layers=2), tmp_path, callback, **given)
     assert trainer._train_batch_size == 2
     (told,) = [text for text in caplog.messages if "auto_find_batch_size tries fewer rows" in text]
     assert "No plan fits memory_budget=" in told
@@ -298,7 +298,30 @@ def test_a_budget_that_does_not_hold_the_batch_lets_the_trainer_find_a_smaller_o
     assert "the Trainer begins again at its first step, with fewer rows" in caplog.text
     # With one row there is nothing left to try.
     with pytest.raises(BudgetError, match="No plan fits"):
-        run(llama(), tmp_path, HFCkptCallback("auto", memory_budget="10kB"), **given)
+        run(llama(num_hidden_layers=2), tmp_path, HFCkptCallback("auto", memory_budget="10kB"), **given)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_oom": "error"}])
+def test_running_out_of_memory_is_not_said_to_end_a_run_that_finds_its_batch_size(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Small(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self._train_batch_size > 2:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            return super().training_step(*args, **kwargs)
+
+    given = {"auto_find_batch_size": True, "per_device_train_batch_size": 3, "max_steps": 1}
+    planned = HFCkptCallback("auto", memory_budget="1GiB", **options)
+    args = TrainingArguments(**arguments(tmp_path, **given))
+    trainer = Small(llama(num_hidden_layers=1), args, train_dataset=rows(), callbacks=[planned])
+    with caplog.at_level(logging.INFO, "hf_ckpt"):
+        trainer.train()
+    assert trainer._train_batch_size == 2
+    assert not any("ends the run" in text for text in caplog.messages)
+    told = [text for text in caplog.messages if "the Trainer begins again at its first step, with fewer rows" in text]
+    # For each batch size, where recovery was asked for.
+    assert len(told) == (0 if options else 2)
 
 
 def test_evaluation_beyond_the_budget_is_told_with_a_batch_size_that_fits(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_a_loss_that_looks_at_a_number_is_the_reason_and_not_its_teacher(
     assert line.format(look.__code__.co_firstlineno + 1) in told
     assert (
         told.index("compute_loss")
-        < told.index("Without the Trainer's own loss the run is refused")
+        < told.index("The model's own loss cannot be simulated in its place")
         < told.index("Looks.teacher (LlamaForCausalLM")
     )
 
@@ -256,7 +256,7 @@ def test_a_hook_that_looks_at_a_number_of_a_dense_model_gets_no_advice_on_expert
     line = look.__code__.co_firstlineno + 1
     assert f"in line {line} of test_other_models.py: seen.append(output.mean().item())" in str(raised.value)
     assert "experts" not in str(raised.value)
-    assert "Keep the tensor, detached, of what is only noted" in str(raised.value)
+    assert "Where a value is only noted, keep the detached tensor" in str(raised.value)
 
 
 class Draws(Trainer):

@@ -114,8 +114,9 @@ def test_second_answer_is_the_first_one_without_torch(words: list[str], code: in
     assert document["command"].endswith("--json")
     assert "torch" in document["versions"]
     assert len(kept_files(tmp_path)) == 1
-    (content,) = (json.loads(content) for _, content in kept_files(tmp_path).values())
-    assert {"command", "versions"} & content["document"].keys() == set()
+    ((_, content),) = kept_files(tmp_path).values()
+    (kept,) = json.loads(content).values()
+    assert {"command", "versions"} & kept.keys() == set()
 
 
 @pytest.mark.sweep

@@ -1,8 +1,8 @@
 """A run of two processes in which something befalls one of them.
 
 `torchrun ... failing_rank.py FAULT VICTIM` is one process of such a run; VICTIM is a rank. Without arguments this is a
-process that has imported everything and starts runs, one for each line of standard input, whose processes nobody looks
-after: that is quicker than to start two interpreters each time.
+process that has imported everything and starts runs, one for each line of standard input, under torchrun's own agent
+but forked: that is quicker than to start two interpreters each time.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.cli import finetune
 from hf_ckpt.distributed import store, watchdog
 from tests.distributed import runs
 from tests.training import During, llama, trainer
@@ -62,23 +62,13 @@ def cannot_be_planned(model: nn.Module) -> None:
     model.get_submodule("model.layers.1").backward_pass = abs
 
 
+def exit_unseen(_: nn.Module) -> NoReturn:
+    """Exit with 0, which no agent takes for a failure."""
+    # Of an explicit 0 torchrun's wrapper around a function makes a return.
+    sys.exit()
+
+
 IN_TRAINING: dict[str, Callable[[nn.Module], None]] = {"raises": raise_in_forward, "is killed": kill_in_forward}
-
-
-def kill_with_a_child(*_: object) -> NoReturn:
-    """Be killed where a child that was forked, as for loading data, lives on with all that was open."""
-    if not os.fork():
-        time.sleep(LIMIT_S)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("it is gone")
-
-
-def wait_for_connection() -> None:
-    """Wait until the other process would notice the end of this one."""
-    (mine,) = watchdog._running
-    while not mine.watches(1):
-        time.sleep(0.05)
 
 
 def run_out_of_memory(engine: str, victim: int) -> None:
@@ -86,7 +76,6 @@ def run_out_of_memory(engine: str, victim: int) -> None:
     folder = Path(os.environ["FOLDER"])
     callbacks = [During("on_step_end", save_weights, step=2)]
     if int(os.environ["RANK"]) == victim or victim == BOTH:
-        callbacks.append(During("on_step_begin", lambda _: wait_for_connection(), step=1))
         fail = fail_in_clipping if engine.endswith("clips") else fail_in_backward
         callbacks.append(During("on_step_begin", fail, step=2))
     saving = {"save_strategy": "steps", "save_steps": 1} if engine == "fsdp2 that saves" else {}
@@ -157,10 +146,8 @@ def run(fault: str, victim: int) -> None:
     store.PATIENCE_S = 5
     if int(os.environ["RANK"]) == victim:
         if fault == "exits while saving":
-            callbacks.append(During("on_save", lambda _: sys.exit(0)))
+            callbacks.append(During("on_save", exit_unseen))
         elif fault in IN_TRAINING:
-            # The first steps may be over before the processes are connected.
-            callbacks.append(During("on_step_begin", lambda _: wait_for_connection(), step=1))
             callbacks.append(During("on_step_begin", IN_TRAINING[fault], step=2))
         elif fault == "has another policy":
             policy = "attention"
@@ -174,11 +161,10 @@ def run(fault: str, victim: int) -> None:
 
 
 def run_and_linger(victim: int, event: str) -> None:
-    """Train; the victim raises, but its process lives on with all its connections, as under NCCL or in a notebook."""
-    watchdog._GRACE_S = watchdog._CHECK_S = 1.0
+    """Train; the victim raises, but its process lives on with all its connections, as in a notebook."""
+    watchdog._GRACE_S, watchdog._LOOK_S = 1.0, 0.2
     where = During(event, raise_in_forward if event == "on_step_begin" else _raise, step=2)
-    connected = During("on_step_begin", lambda _: wait_for_connection(), step=1)
-    callbacks = [connected, where] if int(os.environ["RANK"]) == victim else []
+    callbacks = [where] if int(os.environ["RANK"]) == victim else []
     try:
         with tempfile.TemporaryDirectory() as folder:
             trainer(llama(), Path(folder), HFCkptCallback("full"), *callbacks, max_steps=50).train()
@@ -187,60 +173,23 @@ def run_and_linger(victim: int, event: str) -> None:
         raise
 
 
-def be_killed_before_training(victim: int) -> None:
-    """Be killed between the Trainer's making and its training, for which the other process is loading something."""
-    watchdog._GRACE_S = 1.0
-    with tempfile.TemporaryDirectory() as folder:
-        trainer(llama(), Path(folder), HFCkptCallback("full"))
-        wait_for_connection()
-        if int(os.environ["RANK"]) == victim:
-            kill_with_a_child()
-        time.sleep(LIMIT_S)
-
-
-def be_killed_in_the_command(victim: int) -> None:
-    """Be killed in the first line of the fine-tuning command, while the other process reads something slow."""
-    watchdog._GRACE_S = 1.0
-    is_victim = int(os.environ["RANK"]) == victim
-    finetune.read_recipe = kill_with_a_child if is_victim else lambda *_: time.sleep(LIMIT_S)
-    sys.exit(finetune.main(["recipe.yaml"]))
-
-
 def be_slow(victim: int) -> None:
-    """Train to the end, though one process takes longer than every timeout, and strangers come to the watch's door."""
-    watchdog._CONNECT_S = watchdog._CHECK_S = watchdog._GRACE_S = 1.0
-    store.PATIENCE_S = 1
+    """Train to the end, though one process takes longer than every timeout, and is stopped for a while."""
+    watchdog._LOOK_S, watchdog._GRACE_S = 0.1, 0.5
+    store.PATIENCE_S = 0.5
     callbacks: list[Any] = [HFCkptCallback("full")]
     if int(os.environ["RANK"]) == victim:
         # Before the plugin's own, so that the other process waits for this one there.
-        callbacks[:0] = [During(event, lambda _: time.sleep(3)) for event in ("on_init_end", "on_train_begin")]
-        callbacks.append(During("on_step_end", lambda _: stop_for(3), step=2))
-    else:
-        threading.Thread(target=send_strangers, daemon=True).start()
+        callbacks[:0] = [During(event, lambda _: time.sleep(1.2)) for event in ("on_init_end", "on_train_begin")]
+        callbacks.append(During("on_step_end", lambda _: stop_for(1.2), step=2))
     with tempfile.TemporaryDirectory() as folder:
-        trainer(llama(), Path(folder), *callbacks, max_steps=4).train()
-    assert int(os.environ["RANK"]) == victim or len(strangers_met) == len(RUBBISH)
-    # The store ends with rank 0.
-    dist.barrier()
+        # As one that writes for long: the other waits in the next collective.
+        callbacks.append(During("on_save", lambda _: time.sleep(1.2 * (int(os.environ["RANK"]) == victim))))
+        trainer(llama(), Path(folder), *callbacks, max_steps=4, save_strategy="steps", save_steps=3).train()
 
 
-RUBBISH = (b"", b"x", b"\xff\n", b"[]\n", b'{"rank": 1, "token": "x"}\n', b'{"rank": "1"}\n', b"x" * 100_000)
-strangers_met: list[socket.socket] = []
-
-
-def send_strangers() -> None:
-    """Connect to the watch of rank 0 before the other process does, and talk rubbish."""
-    while not (found := [mine for mine in watchdog._running if mine._listener is not None]):
-        time.sleep(0.01)
-    where = found[0]._listener.getsockname()
-    for said in RUBBISH:
-        strangers_met.append(socket.create_connection(where))
-        with contextlib.suppress(OSError):
-            strangers_met[-1].sendall(said)
-
-
-def serve() -> tuple[str, int] | None:
-    """Start two processes for each line; print a line when both have ended. In those processes: return what to run."""
+def serve() -> None:
+    """Have torchrun's agent run two processes for each line; print a line with what became of them."""
     # accelerate imports DeepSpeed with the first Trainer, in each process were it not here already. It would tell on
     # standard output that it finds no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -252,56 +201,78 @@ def serve() -> tuple[str, int] | None:
         fault, victim, folder = json.loads(line)
         if fault.endswith("Trainer"):
             importlib.import_module("tests.trl_trainers")
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        children = []
-        for rank in range(2):
-            children.append(os.fork())
-            if not children[-1]:
-                _become(rank, port, Path(folder))
-                return fault, victim
-        print(json.dumps(_ends(children)), flush=True)
+        sys.stdout.flush()
+        # The agent in a process of its own: no thread of it is here when the next processes are forked.
+        if not (agent := os.fork()):
+            supervise(fault, victim, Path(folder))
+            os._exit(0)
+        os.waitpid(agent, 0)
+        print((Path(folder) / "end").read_text(), flush=True)
     # Else nanobind, at exit, takes what is frozen for leaked.
     gc.unfreeze()
-    return None
 
 
-def _become(rank: int, port: int, folder: Path) -> None:
-    """Be a process of a run that was started by hand; leave in the folder what it says."""
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": str(folder)})
-    for name, stream in ((os.devnull, 0), (folder / f"stdout {rank}", 1), (folder / f"stderr {rank}", 2)):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), stream)
+def supervise(fault: str, victim: int, folder: Path) -> None:
+    """Be torchrun's agent; leave in the folder the exit code of whichever process failed first, and the seconds."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="a run",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
+    redirect(folder, "agent")
+    start, failed = time.monotonic(), {}
+    try:
+        elastic_launch(config, be_a_rank)(fault, victim, folder)
+    except ChildFailedError as error:
+        failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    (folder / "end").write_text(json.dumps([failed, time.monotonic() - start]))
+
+
+def be_a_rank(fault: str, victim: int, folder: Path) -> None:
+    """Be one of the processes that the agent started; leave in the folder what it says."""
+    redirect(folder, os.environ["RANK"])
+    os.environ["FOLDER"] = str(folder)
+    # A process that torchrun starts has none of the agent's handlers, which would make an exception of it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Where a crash of torch's own happens.
     faulthandler.enable()
+    # Nothing ends a test whose processes wait for each other.
+    signal.alarm(LIMIT_S)
+    try:
+        carry_out(fault, victim)
+    except Exception as error:
+        # As the interpreter does with what nobody catches: multiprocessing hands it to the agent.
+        sys.last_value = error
+        traceback.print_exc()
+        raise
 
 
-def _ends(children: list[int]) -> list[tuple[int, float]]:
-    """Return each process's exit code, negative for a signal, and when it ended, in seconds from here."""
-    start = time.monotonic()
-    ends: dict[int, tuple[int, float]] = {}
-    while len(ends) < len(children):
-        seconds = time.monotonic() - start
-        for child in children:
-            if child not in ends and seconds > LIMIT_S:
-                os.kill(child, signal.SIGKILL)
-            if child not in ends and (ended := os.waitpid(child, os.WNOHANG))[0]:
-                ends[child] = os.waitstatus_to_exitcode(ended[1]), seconds
-        time.sleep(0.05)
-    return [ends[child] for child in children]
+def redirect(folder: Path, who: str) -> None:
+    """Write to files in the folder from here on."""
+    for name, stream in ((os.devnull, 0), (folder / f"stdout {who}", 1), (folder / f"stderr {who}", 2)):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), stream)
 
 
-if __name__ == "__main__":
-    what = (sys.argv[1], int(sys.argv[2])) if sys.argv[1:] else serve()
+def carry_out(fault: str, victim: int) -> None:
+    """Let something befall a rank."""
     others: dict[str, Callable[[int], None]] = {
-        "raises and lingers": lambda victim: run_and_linger(victim, "on_step_begin"),
-        "leaves and lingers": lambda victim: run_and_linger(victim, "on_step_end"),
-        "is killed before training": be_killed_before_training,
-        "is killed in the command": be_killed_in_the_command,
+        "raises and lingers": partial(run_and_linger, event="on_step_begin"),
+        "leaves and lingers": partial(run_and_linger, event="on_step_end"),
         "is slow": be_slow,
         **{f"is out of memory under {engine}": partial(run_out_of_memory, engine) for engine in ENGINES},
     }
-    if what is not None and what[0] in others:
-        others[what[0]](what[1])
-    elif what is not None:
-        run(*what)
+    others.get(fault, partial(run, fault))(victim)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        carry_out(sys.argv[1], int(sys.argv[2]))
+    else:
+        serve()

@@ -17,8 +17,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.structure.attention_and_ffn import parameter_shapes
 from hf_ckpt.structure.layers import class_name, clean_path, find_layers
-from hf_ckpt.structure.parts import parameter_shapes
 from hf_ckpt.trainer.metrics import recomputed_share
 from tests import exactness, traces, zoo
 from tests.exactness import POLICIES, every_policy

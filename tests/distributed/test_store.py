@@ -160,9 +160,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The exit codes with which watches wanted to end this process."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(watchdog, "_GRACE_S", 0.1)
-    monkeypatch.setattr(watchdog, "_LINGER_S", 0.1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name in ("_LOOK_S", "_LINGER_S", "_GRACE_S"):
+        monkeypatch.setattr(watchdog, name, 0.1)
     return codes
 
 

@@ -162,6 +162,16 @@ def test_links_to_files_lead_somewhere(path: Path) -> None:
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
+NAMED = re.compile(r"`(\w+(?:/\w+)*\.py): (\w+)`")
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED.findall((ROOT / "docs" / "development.md").read_text("utf-8")))
+@pytest.mark.sweep(keep=100)
+def test_what_the_walks_name_is_there(file: str, name: str) -> None:
+    source = (ROOT / "hf_ckpt" / file).read_text(encoding="utf-8")
+    assert re.search(rf"^(?: {{4}})?(?:def|class) {name}\b", source, re.MULTILINE)
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_are_ascii(path: Path) -> None:
     assert path.read_text(encoding="utf-8").isascii()

@@ -64,6 +64,18 @@ def test_an_adapter_runs_with_what_it_is_around() -> None:
     assert sorted(tiled_modules(first_layer(model))) == sorted(LLAMA)
 
 
+def activated(*targets: str) -> nn.Module:
+    config = LoraConfig(r=2, alora_invocation_tokens=[5], target_modules=list(targets), task_type="CAUSAL_LM")
+    return get_peft_model(exactness.build("llama").model, config)
+
+
+def test_an_adapter_that_counts_from_the_end_of_a_call_runs_whole() -> None:
+    names = tiled_modules(first_layer(activated("q_proj", "v_proj")))
+    assert {*LLAMA} - {*names} == {"self_attn.q_proj", "self_attn.v_proj"}
+    with pytest.raises(UnsupportedError, match=r"mlp.up_proj \(Linear\) adapts the last tokens of a call alone"):
+        hf_ckpt.apply(activated("up_proj"), "none", tiles=2)
+
+
 class AttentionAlone(nn.Module):
     """A layer of a hybrid model: its ffn is another layer."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaModel
+from transformers import DynamicCache, LlamaConfig, LlamaModel, Trainer, TrainingArguments
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -22,9 +22,12 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch import apply as patch_apply
 from hf_ckpt.patch.use_cache import UseCache
+from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
 from hf_ckpt.upstream.transformers import CACHE
 from tests import exactness, zoo
-from tests.training import During, llama, lora, losses, rows, trainer
+from tests.training import LENGTH, During, arguments, llama, lora, losses, rows, trainer
 
 pytestmark = pytest.mark.core
 
@@ -283,6 +286,22 @@ def test_generation_under_an_applied_plan_in_training_mode_has_its_cache() -> No
         model.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
         model.train().generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert lengths == [3, 1, 1]
+
+
+def test_a_cache_is_said_to_come_back_empty_of_no_simulated_step(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    class Asking(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, {**inputs, "use_cache": True}, *args, **kwargs)
+
+    model = llama()
+    needed = simulate_step(model, None, Step(batch_size=2, seq_length=LENGTH), CPU).peak_bytes
+    args = TrainingArguments(**arguments(tmp_path, max_steps=1))
+    planned = HFCkptCallback("auto", memory_budget=f"{int(0.9 * needed)}B", quiet=True)
+    with pytest.raises(UnsupportedError, match="use_cache=True keeps tensors that the simulated step does not have"):
+        Asking(model, args, train_dataset=rows(), callbacks=[planned]).train()
+    assert not any("comes back empty" in text for text in caplog.messages)
 
 
 # --- Layers that share an index in the cache. ---

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.planner.pareto import ChainPlanner
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.peak_formulas import (
     Block,
     BlockCosts,

@@ -16,8 +16,8 @@ import hf_ckpt
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import FULL, NONE, Chain, Cost
 from hf_ckpt.planner.costs_from_tape import StepReading
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.layer_costs import chain_of
-from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.save_lists import save_list_options
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy

@@ -13,8 +13,8 @@ from benchmarks.budgets import CASES, build, sweep, verdict
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import Chain
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.layer_costs import chain_of
-from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import Choice, to_plan
 from hf_ckpt.planner.search import Planned, StepPlanner, _Chains, binomial_choices, fixed_choices
 from hf_ckpt.policy.allowances import Allowed

@@ -439,6 +439,8 @@ def test_unreadable_policy_raises(policy: object, message: str) -> None:
         ),
         ("full", {"head": True}, 'head is true. Use one of "plain", "chunked".'),
         ("selective", {"save": 3}, f"save is 3. {SAVE_ADVICE}"),
+        # No message holds an address.
+        ("selective", {"save": [object()]}, f"save is [<object object>]. {SAVE_ADVICE}"),
         ("full", {"tiles": 0}, 'tiles is 0. Use a whole number of 1 or more, or "auto".'),
         ("full", {"offload": "ram"}, 'offload goes to "ram". Use "cpu" (host memory) or "disk".'),
         (

@@ -370,7 +370,7 @@ def test_object_that_a_layer_changes_is_refused_in_the_forward(kind: str, policy
         assert str(raised.value).startswith("blocks.0 is to be recomputed, but it ")
         assert str(raised.value).endswith(
             " that it is given, or another module does: the argument given. Recomputing it would give other values. "
-            "Leave it out of the policy."
+            'Use mode "none" for the layer, or "attention" or "ffn", which recompute a part of it each.'
         )
 
 

@@ -122,7 +122,8 @@ def test_layer_that_changes_what_it_is_given_raises(
         zoo.loss(case.model, {**case.inputs, **copy.deepcopy(inputs)})
     assert str(raised.value) == (
         f"blocks.0 is to be recomputed, but it {change}, or another module does: the argument {next(iter(inputs))}. "
-        "Recomputing it would give other values. Leave it out of the policy."
+        'Recomputing it would give other values. Use mode "none" for the layer, or "attention" or "ffn", which '
+        "recompute a part of it each."
     )
 
 

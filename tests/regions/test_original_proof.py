@@ -310,6 +310,20 @@ def test_a_second_derivative_is_no_false_alarm() -> None:
         gradient.square().sum().backward()
 
 
+@pytest.mark.parametrize("option", ["full", "segment", "selective"])
+def test_what_a_layer_is_given_and_leaves_alone_is_no_fault(option: str) -> None:
+    # Mllama hands the states of its images, which train, to text layers too.
+    class Unread(plain_models.Block):
+        def forward(self, hidden: Tensor, states: Tensor) -> Tensor:
+            return super().forward(hidden)
+
+    model = plain_models.Decoder([Unread() for _ in range(4)]).train()
+    model.embedding.requires_grad_(False)
+    policy, options = OPTIONS[option]
+    with hf_ckpt.apply(model, policy, prove=1, **options):
+        model(torch.randn(2, 6, 8), states=torch.randn(2, 6, 8, requires_grad=True)).sum().backward()
+
+
 def test_what_the_original_gives_no_gradient_is_no_fault(proven: list[original_proof.OriginalCall]) -> None:
     class Biased(nn.Module):
         def __init__(self, found: nn.Module) -> None:

@@ -269,7 +269,7 @@ LIBRARY: dict[str, tuple[Plant, tuple[str, ...], str]] = {
     "lost gradient": (
         inputs_are_detached,
         ("full", "attention", "ffn", "segment", "nested", "selective", "offload"),
-        "does not depend on what it was given, so that the layers below get no gradient",
+        "loses the gradient of",
     ),
     "no graph": (forward_has_no_graph, ("full", "attention"), "its forward ran without a graph"),
     "stale kept buffer": (kept_buffer_is_stale, ("selective_offload",), "than the forward kept"),
@@ -338,15 +338,17 @@ def test_the_first_module_that_differs_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "The first module inside that returns something else is mlp.act_fn." in message
 
 
+@pytest.mark.parametrize("place", ["mlp", "mlp.act_fn", "self_attn.o_proj"])
 @pytest.mark.parametrize("policy", ["full", "selective", "selective_attention"])
-def test_parts_of_an_adapted_layer_are_not_named_for_what_differs_behind_them(policy: str) -> None:
+def test_parts_of_an_adapted_layer_are_not_named_for_what_differs_behind_them(policy: str, place: str) -> None:
     model = lora().train()
-    mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
     generator = np.random.default_rng(0)
-    mlp.register_forward_hook(lambda module, args, output: output * float(1 + generator.random()))
+    model.get_submodule(f"base_model.model.model.layers.1.{place}").register_forward_hook(
+        lambda module, args, output: output * float(1 + generator.random())
+    )
     with hf_ckpt.apply(model, policy), pytest.raises(PlanMismatchError) as raised:
         backward(model)
-    assert "The first module inside that returns something else is mlp." in str(raised.value)
+    assert f"The first module inside that returns something else is {place}. " in str(raised.value)
 
 
 @pytest.mark.parametrize("is_hooked", [False, True])
@@ -408,6 +410,20 @@ def test_layers_with_the_same_fault_are_named_once(monkeypatch: pytest.MonkeyPat
     with hf_ckpt.apply(model, "full"), pytest.raises(PlanMismatchError) as raised:
         backward(model)
     assert "model.layers.3 (and 3 more): " in str(raised.value)
+
+
+def test_layers_with_faults_of_their_own_are_all_named() -> None:
+    model = llama().train()
+    generator = np.random.default_rng(0)
+    for number, name in ((1, "mlp"), (2, "self_attn.o_proj")):
+        model.get_submodule(f"model.layers.{number}.{name}").register_forward_hook(
+            lambda module, args, output: output * float(1 + generator.random())
+        )
+    with hf_ckpt.apply(model, "full"), pytest.raises(PlanMismatchError) as raised:
+        backward(model)
+    lines = str(raised.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["model.layers.2", "model.layers.1"]
+    assert ["else is self_attn.o_proj." in lines[0], "else is mlp." in lines[1]] == [True, True]
 
 
 def test_what_is_only_warned_of_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,6 +594,22 @@ def test_another_value_of_prove_is_refused(prove: Any) -> None:
         hf_ckpt.apply(llama(), "full", prove=prove)
     with pytest.raises(PolicyError, match="prove is"):
         HFCkptCallback("full", prove=prove)
+
+
+@pytest.mark.parametrize("option", ["full", "ffn", "segment", "selective"])
+def test_saved_tensors_that_come_back_rounded_are_noticed_in_whichever_step(option: str) -> None:
+    policy, options = OPTIONS[option]
+    model = llama().train()
+    rounds = torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved.bfloat16() if saved.is_floating_point() else saved,
+        lambda packed: packed.float() if packed.is_floating_point() else packed,
+    )
+    with hf_ckpt.apply(model, policy, **options):
+        backward(model)
+        with rounds:
+            loss = model(**batch()).loss
+        with pytest.raises(PlanMismatchError, match="saved_tensors_hooks that do not give back"):
+            loss.backward()
 
 
 # --- No false alarm. ---

@@ -128,7 +128,10 @@ def test_adapters_are_given_what_peft_casts_to(
 
 READS_VALUES = "it reads values of tensors to decide what to compute"
 REFUSED = {
-    "aLoRA": (peft.LoraConfig(r=4, alora_invocation_tokens=[5], **TWO), READS_VALUES),
+    "aLoRA": (
+        peft.LoraConfig(r=4, alora_invocation_tokens=[5], **TWO),
+        "on the device instead, or use a fixed policy.",
+    ),
     "VB-LoRA": (peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=16, topk=2, **TWO), READS_VALUES),
     "CPT": (
         peft.CPTConfig(cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], **CAUSAL),
@@ -153,6 +156,7 @@ def test_what_cannot_be_simulated_is_refused(name: str) -> None:
         run(config).simulated()
     assert message in str(refused.value)
     assert "Measure a step on the device instead" in str(refused.value)
+    assert "experts" not in str(refused.value)
 
 
 def test_prefix_tuning_is_refused_under_recomputation_as_in_a_real_run(tmp_path: Path) -> None:

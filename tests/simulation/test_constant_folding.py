@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -146,15 +147,22 @@ def test_what_depends_on_values_is_explained() -> None:
     assert str(explained) == (
         'Module "model.layers.0.mlp" cannot be simulated: it reads values of tensors to decide what to compute '
         f"(aten.nonzero.default, in line {line} of test_constant_folding.py: return inputs[inputs > 0]), and a "
-        "simulated step has shapes only. Keep the tensor, detached, of what is only noted; or measure a step on the "
-        "device instead."
+        "simulated step has shapes only. Where a value is only noted, keep the detached tensor in place of its number; "
+        "else measure a step on the device."
     )
     assert str(to_unsupported_error(caught.value, "")).startswith("The model cannot be simulated: ")
     named = to_unsupported_error(caught.value, "", ["input_ids", "pixel_values"], ["pixel_values"])
-    assert "a simulated step has shapes only, of pixel_values too. Keep" in str(named)
+    assert "a simulated step has shapes only, of pixel_values too. Where" in str(named)
     raised = to_unsupported_error(ValueError("no"), "", ["input_ids", "labels", "pixel_values"])
     assert "given input_ids, labels and pixel_values, as a simulated step gives them" in str(raised)
     assert 'raises RuntimeError "out of tokens"' in str(to_unsupported_error(RuntimeError("out of tokens"), ""))
+
+
+@pytest.mark.parametrize("ask", [Tensor.numpy, "{:.2f}".format])
+def test_values_that_are_asked_for_outside_of_torch_are_told_of_too(ask: Callable[[Tensor], object]) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as caught, FakeTensorMode():
+        ask(torch.empty(()))
+    assert "The model cannot be simulated: it reads values of tensors" in str(to_unsupported_error(caught.value, ""))
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.fake_model import fake_copy, meta_copy
@@ -478,17 +479,49 @@ def test_teacher_in_a_closure_is_asked_and_left_alone() -> None:
     assert state(teacher) == before
 
 
-def test_generator_of_a_module_is_copied() -> None:
+@pytest.mark.parametrize(
+    ("hold", "of"),
+    [
+        (lambda generator: generator, lambda held: held),
+        (lambda generator: {"noise": [generator]}, lambda held: held["noise"][0]),
+        (lambda generator: types.SimpleNamespace(noise=generator), lambda held: held.noise),
+        (
+            lambda generator: functools.partial(torch.randn, generator=generator),
+            lambda held: held.keywords["generator"],
+        ),
+    ],
+    ids=["itself", "in containers", "in an object", "in a partial"],
+)
+@pytest.mark.parametrize("policy", [None, "full"])
+def test_generator_of_a_module_is_copied(hold: Any, of: Any, policy: str | None) -> None:
     model = llama(num_hidden_layers=2)
-    generator = reached(model).generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
+    reached(model).held = hold(generator)
 
     def noisy(module: Any, args: Any, output: Tensor) -> Tensor:
-        return output + torch.randn(output.shape, generator=module.generator)
+        return output + torch.randn(output.shape, generator=of(module.held))
 
     reached(model).register_forward_hook(noisy)
     before = generator.get_state()
-    simulate_step(meta_copy(model), None, STEP, CPU)
+    simulate_step(meta_copy(model), policy, STEP, CPU)
     assert torch.equal(generator.get_state(), before)
+
+
+def test_auto_plans_for_a_model_with_a_generator() -> None:
+    def gradients(**options: Any) -> list[Tensor | None]:
+        model = llama(num_hidden_layers=2).train()
+        reached(model).held = torch.Generator().manual_seed(3)
+        reached(model).register_forward_hook(
+            lambda module, args, output: output + torch.randn(output.shape, generator=module.held)
+        )
+        ids = torch.arange(16).view(2, 8)
+        torch.manual_seed(0)
+        with hf_ckpt.apply(model, **options):
+            model(input_ids=ids, labels=ids).loss.backward()
+        return [weight.grad for weight in model.parameters()]
+
+    planned = gradients(policy="auto", memory_budget="1GiB", batch_size=2, seq_length=8)
+    assert all(map(torch.equal, planned, gradients(policy="none")))
 
 
 def test_attribute_that_cannot_be_copied_is_named() -> None:

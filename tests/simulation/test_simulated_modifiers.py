@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import FULL, NONE, Chain
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
-from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import predict, to_plan
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed

@@ -359,6 +359,11 @@ def test_unknown_part_raises_with_the_children_of_a_layer(part: str) -> None:
         StructureError,
         f'{part}="secnd" is not in any layer. Stage has norm, first, second. Did you mean "second"?',
     )
+    refuses(
+        lambda: find_layers(stages().model, layers="blocks", **{part: ["second"]}),
+        StructureError,
+        f"{part} is ['second']. Use the name that each layer has for its {part}.",
+    )
 
 
 def test_policy_for_a_part_that_was_not_found_names_the_argument() -> None:

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, find_layers
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch import apply as patch
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions import execution_state
@@ -59,7 +60,11 @@ def faults(
 
 # --- Planted faults. ---
 
-SWITCHED_OFF = "Its checkpoint function was replaced after the policy was applied. Apply the policy after that call."
+SWITCHED_OFF = (
+    "Its checkpoint function was replaced after the policy was applied: apply the policy after that call. Or it "
+    "computes in a thread, or under saved_tensors_hooks, of its own, where nothing is recomputed: leave it out of the "
+    "policy."
+)
 SWITCHED_ON = "Another library's activation checkpointing is on too. Turn it off."
 
 
@@ -632,15 +637,72 @@ def test_other_checkpointing_around_the_model_is_named(policy: str, is_fault: bo
             assert faults(model, policy, step) == []
 
 
-def test_plan_that_rests_in_eval_mode_is_said(caplog: pytest.LogCaptureFixture) -> None:
+RESTS = (
+    "model.layers runs in eval mode with gradients on, where the plan rests: nothing is recomputed, and activations "
+    "are kept as without it. If a backward follows, call train() on the model, with the p of its dropouts at 0 if they "
+    "are to be off; if none follows, use torch.no_grad()."
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        *(("full", {}), ("attention", {}), ("selective", {}), ("full", {"segment_size": 2}), ("none", {"tiles": 2})),
+        ("none", {"head": "chunked"}),
+    ],
+)
+def test_plan_that_rests_in_eval_mode_is_said(
+    policy: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model = llama().eval()
+    with hf_ckpt.apply(model, policy, **options):
+        with torch.no_grad():
+            zoo.loss(model, batch())
+        assert caplog.messages == []
+        for _ in range(2):
+            backward(model)
+        assert hooked(model) == []
+    assert caplog.messages == [RESTS]
+
+
+def test_plan_that_rests_from_a_later_step_on_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full"):
+        backward(model)
+        model.eval()
+        torch.autograd.grad(zoo.loss(model, batch()), model.lm_head.weight)
+    assert caplog.messages == [RESTS]
+
+
+def test_layers_that_rest_in_a_model_that_trains_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().train()
+    for layer in model.model.layers[:2]:
+        layer.eval()
     with hf_ckpt.apply(model, "attention"):
         backward(model)
-        assert hooked(model) == []
     assert caplog.messages == [
-        'Layers 0, 1, 2, 3 of model.layers are set to "attention", but the forward of attention was not recomputed in '
-        "step 1: it was in eval mode, in which a plan rests. Call train()."
+        'Layers 0, 1 of model.layers are set to "attention", but the forward of attention ran in eval mode in step 1, '
+        "in which a plan rests: it was not recomputed. Call train()."
     ]
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "auto"])
+def test_trainer_whose_loss_is_taken_in_eval_mode_is_told_once(
+    policy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Eval(Trainer):
+        def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model.eval(), *args, **kwargs)
+
+    used = HFCkptCallback(policy, memory_budget="1GiB" if policy == "auto" else None)
+    run = Eval(llama(), TrainingArguments(**arguments(tmp_path)), train_dataset=rows(), callbacks=[used])
+    with (
+        pytest.raises(UnsupportedError, match="or it was in eval mode")
+        if policy == "auto"
+        else contextlib.nullcontext()
+    ):
+        run.train()
+    assert caplog.messages.count(RESTS) == (policy == "full")
 
 
 # --- No false alarm. ---

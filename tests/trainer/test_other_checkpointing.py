@@ -124,6 +124,7 @@ def test_plan_is_back_after_a_round_trip_of_transformers_own_checkpointing(
 ) -> None:
     case = llama()
     expected = exactness.step(case)
+    found = traces.snapshot(case.model)
     with exactness.apply(case.model, policy):
         planned = exactness.recomputed(case)
         with caplog.at_level(logging.INFO, logger="hf_ckpt"):
@@ -135,10 +136,12 @@ def test_plan_is_back_after_a_round_trip_of_transformers_own_checkpointing(
                 switch(case.model, "enable")
                 assert exactness.recomputed(case) == planned
                 assert exactness.differences(expected, exactness.step(case)) == []
+                assert not case.model.get_input_embeddings()._forward_hooks
     said = [record.getMessage() for record in caplog.records if record.name == "hf_ckpt.patch.stack_patch"]
     # Once, although it happened twice.
     assert len(said) == 1
     assert said[0].startswith("4 layers of model.layers were switched to another activation checkpointing (")
+    assert traces.differences(found, traces.snapshot(case.model)) == []
     assert exactness.differences(expected, exactness.step(case)) == []
 
 

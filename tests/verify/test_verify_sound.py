@@ -73,22 +73,26 @@ def test_policy_holds_with_dropout(policy: dict[str, Any], recomputed: int, tmp_
     )
 
 
-def test_a_run_that_recovers_from_out_of_memory_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["backward", "forward"])
+@pytest.mark.sweep(keep=1)
+def test_a_run_that_recovers_from_out_of_memory_holds(part: str, tmp_path: Path) -> None:
     ran: list[nn.Module] = []
 
     def fail_once(model: nn.Module) -> None:
         layer = model.get_submodule("model.layers.1")
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            # Of the run with the plan: the backward of the second micro-batch of its second step.
+            # Of the run with the plan: in the second micro-batch of its second step.
             if module.training and torch.is_grad_enabled() and "forward" in vars(module.get_submodule("self_attn")):
                 ran.append(module)
-                if len(ran) == 4:
+                if len(ran) == 4 and part == "forward":
+                    run_out()
+                elif len(ran) == 4:
                     (output if isinstance(output, torch.Tensor) else output[0]).register_hook(run_out)
 
         layer.register_forward_hook(hook)
 
-    def run_out(gradient: torch.Tensor) -> None:
+    def run_out(gradient: torch.Tensor | None = None) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     checkpointing = {"policy": "attention", "on_oom": "escalate"}

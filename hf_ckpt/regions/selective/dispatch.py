@@ -53,7 +53,7 @@ class RegionRun(Protocol):
         """Return what an operator returns; `call(*args, **kwargs)` runs it."""
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
-        """Note that the forward of an adapted layer begins (`linears`)."""
+        """Note that the forward of an adapted layer begins (`adapted_layers`)."""
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Note that it ends. Return what takes the place of its output; None to leave that."""

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError, did_you_mean
 from hf_ckpt.regions.execution_state import RandomState
@@ -203,17 +204,16 @@ class KeptOutputs:
         An output that was handed out before (a second backward over a graph that was retained) is computed again.
 
         Raises:
-            UnsupportedError: it is fed tensors of other shapes than in forward.
+            CheckpointError: it is fed tensors of other shapes than in forward.
         """
         entry = self.entries.get(number)
         if entry is None:
             return NOT_KEPT
         fed = fed_tensors(entry.kind, args)
         if entry.shapes != (shapes := [tensor.shape for tensor in fed]):
-            raise UnsupportedError(
-                f"Recomputing a layer came to {entry.kind.name} number {number[1] + 1} with inputs of "
-                f"{list(map(list, shapes))} where the forward had {list(map(list, entry.shapes))}: the layer does not "
-                "repeat itself (a branch taken differently, a changed flag). Leave it out of the policy."
+            raise CheckpointError(
+                f"{entry.kind.name} number {number[1] + 1} has inputs of {list(map(list, shapes))} where the forward "
+                f"had {list(map(list, entry.shapes))}"
             )
         if entry.fed:
             now, fingerprints = self._sums_of_fed(entry.kind, fed)

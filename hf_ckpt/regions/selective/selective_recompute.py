@@ -31,7 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.regions.compiled import recompute_compiled, run_uncompiled
 from hf_ckpt.regions.execution_state import AllRecomputed, Function, refuse_transforms
 from hf_ckpt.regions.recompute import run_checkpointed, run_watched, split_call
-from hf_ckpt.regions.selective import dispatch, linears
+from hf_ckpt.regions.selective import adapted_layers, dispatch
+from hf_ckpt.regions.selective.adapted_layers import watch_adapted
 from hf_ckpt.regions.selective.dispatch import ACTIVE, DispatchMode, KernelInterception
 from hf_ckpt.regions.selective.kept_outputs import (
     ADAPTED_LAYER,
@@ -41,7 +42,6 @@ from hf_ckpt.regions.selective.kept_outputs import (
     KeptOutputs,
     SaveCoverage,
 )
-from hf_ckpt.regions.selective.linears import watch_adapted
 from hf_ckpt.regions.selective.save_rules import (
     SELECTIVE,
     CallId,
@@ -152,7 +152,7 @@ def _recompute_eagerly(
         contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
         return run_checkpointed(call_proof, call, call.run, tensors, kept.noting, context_fn=contexts)
 
-    return run_watched(values, function, args, call, tensors, run)
+    return run_watched(values, function, call, tensors, run)
 
 
 def _contexts(
@@ -193,10 +193,9 @@ class _Run:
     def _sum_around(self, kind: OperatorKind, args: Any) -> _Sum | None:
         """Return the adapted layer whose sum takes the place of what a product returns."""
         whole = self._entered[-1] if self._entered else None
-        is_wide = (
-            whole is not None and kind.role is OperatorRole.PRODUCT and not linears.is_first(kind, args, whole.rank)
-        )
-        return whole if is_wide else None
+        if whole is None or kind.role is not OperatorRole.PRODUCT or adapted_layers.is_first(kind, args, whole.rank):
+            return None
+        return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +252,7 @@ class ForwardRun(_Run):
         """See `RegionRun`."""
         number = self._calls.number(ADAPTED_LAYER)
         is_kept = self._saves.preset == SELECTIVE or (bool(self.modules) and is_by_modules(self._saves))
-        rank = linears.rank_of_sum(module, args) if is_kept and linears.is_seen_as_it_is(module) else 0
+        rank = adapted_layers.rank_of_sum(module, args) if is_kept and adapted_layers.is_seen_as_it_is(module) else 0
         self._entered.append(_Sum(number, rank) if rank else None)
 
     def leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -280,7 +279,7 @@ class RecomputationRun(_Run):
             return call(*args, **kwargs)
         if (whole := self._sum_around(kind, args)) is not None:
             if whole.is_handed_out:
-                return linears.placeholder(kind, args, whole.outer)
+                return adapted_layers.placeholder(kind, args, whole.outer)
             return self._kept.run_unneeded(whole.number, call, args, kwargs)
         output = self._kept.take(self._calls.number(kind), args)
         return call(*args, **kwargs) if output is NOT_KEPT else output

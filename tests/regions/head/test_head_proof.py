@@ -162,13 +162,46 @@ def test_both_figures_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         step()
 
 
-def test_a_gradient_of_something_else_first_is_no_fault() -> None:
-    model = training.llama().train()
-    ids = torch.arange(16).view(2, 8)
-    with hf_ckpt.apply(model, "full", head="chunked"):
-        loss = model(input_ids=ids, labels=ids).loss
-        torch.autograd.grad(loss, model.get_submodule("model.layers.0.mlp.up_proj").weight, retain_graph=True)
-        loss.backward()
+def of_each_half(loss: Tensor, halves: list[list[Tensor]], head: Tensor) -> None:
+    for half in halves:
+        torch.autograd.grad(loss, half, retain_graph=True)
+    loss.backward()
+
+
+def of_the_head_first(loss: Tensor, halves: list[list[Tensor]], head: Tensor) -> None:
+    for _ in range(2):
+        torch.autograd.grad(loss, head, retain_graph=True)
+    loss.backward()
+
+
+def scaled_otherwise(loss: Tensor, halves: list[list[Tensor]], head: Tensor) -> None:
+    torch.autograd.grad(loss / 2, halves[0], retain_graph=True)
+    (3 * loss).backward()
+
+
+def into_some_weights(loss: Tensor, halves: list[list[Tensor]], head: Tensor) -> None:
+    loss.backward(inputs=halves[0], retain_graph=True)
+    loss.backward(inputs=[*halves[1], head])
+
+
+def of_all_but_the_head(loss: Tensor, halves: list[list[Tensor]], head: Tensor) -> None:
+    torch.autograd.grad(loss, [*halves[0], *halves[1]])
+
+
+@pytest.mark.parametrize(
+    "take", [of_each_half, of_the_head_first, scaled_otherwise, into_some_weights, of_all_but_the_head]
+)
+def test_partial_gradients_are_no_fault(take: Callable[..., None]) -> None:
+    def gradients(**options: Any) -> list[Tensor | None]:
+        model = training.llama().train()
+        halves = [[layer.mlp.up_proj.weight for layer in model.model.layers[at]] for at in (slice(2), slice(2, None))]
+        ids = torch.arange(16).view(2, 8)
+        torch.manual_seed(0)
+        with hf_ckpt.apply(model, "full", **options):
+            take(model(input_ids=ids, labels=ids).loss, halves, model.lm_head.weight)
+        return [weight.grad for weight in model.parameters()]
+
+    torch.testing.assert_close(gradients(head="chunked"), gradients())
 
 
 def test_random_numbers_stay_where_they_are() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import set_seed
 
 import hf_ckpt
 from tests import exactness, plain_models, zoo
@@ -61,7 +62,7 @@ def plain(block: type[nn.Module]) -> zoo.Case:
 
 def step_of_plain(case: zoo.Case) -> Result:
     case.model.zero_grad()
-    torch.manual_seed(1)
+    set_seed(1)
     loss = case.model(**case.inputs).pow(2).mean()
     loss.backward()
     return loss.detach(), exactness.gradients(case.model)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.selective import dispatch, linears
+from hf_ckpt.regions.selective import adapted_layers, dispatch
 from hf_ckpt.regions.selective.save_rules import SaveRules
 from hf_ckpt.regions.selective.selective_recompute import SelectiveStack, recompute_selectively
 from hf_ckpt.structure.layers import find_layers
@@ -338,7 +338,7 @@ HIDDEN = torch.randn(2, 3, 8)
 
 
 def test_an_adapted_layer_is_a_sum() -> None:
-    assert linears.rank_of_sum(adapted(lora_dropout=0.1), (HIDDEN,))
+    assert adapted_layers.rank_of_sum(adapted(lora_dropout=0.1), (HIDDEN,))
 
 
 def _merge(module: Any) -> None:
@@ -369,17 +369,17 @@ def _patch_base(module: Any) -> None:
 def test_a_layer_that_somebody_has_changed_is_none(change: Callable[[Any], None]) -> None:
     module = adapted()
     change(module)
-    assert not linears.rank_of_sum(module, (HIDDEN,))
+    assert not adapted_layers.rank_of_sum(module, (HIDDEN,))
 
 
 def test_variants_are_none() -> None:
-    assert not linears.rank_of_sum(adapted(use_dora=True), (HIDDEN,))
+    assert not adapted_layers.rank_of_sum(adapted(use_dora=True), (HIDDEN,))
 
 
 @contextmanager
 def _looked_into(case: zoo.Case) -> Iterator[None]:
     """Hook the inside of adapted layers."""
-    modules = [module for module in case.model.modules() if linears.is_adapted(module)]
+    modules = [module for module in case.model.modules() if adapted_layers.is_adapted(module)]
     handles = [module.lora_A["default"].register_forward_hook(lambda *args: None) for module in modules]
     try:
         yield
@@ -436,25 +436,25 @@ def test_placeholders_are_what_torch_makes_of_tensors_on_meta() -> None:
         total = first.view(2, 3, 4) + 0.5 * torch.ops.aten._unsafe_view(second, (2, 3, 4))
         return [total, total.bfloat16(), first.view(-1, 2), first.clone(), first.t(), first + second[0]]
 
-    stood = run(*(linears.Placeholder.of((6, 4), dtype) for dtype in (torch.bfloat16, torch.float32)))
+    stood = run(*(adapted_layers.Placeholder.of((6, 4), dtype) for dtype in (torch.bfloat16, torch.float32)))
     plain = run(*(torch.empty(6, 4, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32)))
-    assert all(type(tensor) is linears.Placeholder and tensor.is_meta for tensor in stood)
+    assert all(type(tensor) is adapted_layers.Placeholder and tensor.is_meta for tensor in stood)
     assert [(tensor.shape, tensor.dtype) for tensor in stood] == [(tensor.shape, tensor.dtype) for tensor in plain]
 
 
 def test_placeholders_do_not_mix_with_numbers() -> None:
     with pytest.raises((RuntimeError, TypeError), match=r"(?i)meta"):
-        linears.Placeholder.of((2, 4), torch.float32) + torch.ones(2, 4)
+        adapted_layers.Placeholder.of((2, 4), torch.float32) + torch.ones(2, 4)
 
 
 def test_hooks_of_the_first_step_do_not_keep_sums_from_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    stood_for, placeholder = [], linears.placeholder
+    stood_for, placeholder = [], adapted_layers.placeholder
 
     def counted(*args: Any) -> Tensor:
         stood_for.append(placeholder(*args))
         return stood_for[-1]
 
-    monkeypatch.setattr(linears, "placeholder", counted)
+    monkeypatch.setattr(adapted_layers, "placeholder", counted)
     case = exactness.lora(exactness.build("llama"), lora_dropout=0.2)
     expected = exactness.step(case)
     case.model.zero_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,6 +168,25 @@ class Noisy(plain_models.Block):
         return super().forward(functional.dropout(masked(hidden, 0.2)[0], 0.3, self.training), mask)
 
 
+@torch.library.custom_op("hf_ckpt_tests::noisy_on_the_host", mutates_args=())
+def noisy_on_the_host(hidden: Tensor) -> Tensor:
+    return hidden * float(np.random.rand()) * random.random()
+
+
+noisy_on_the_host.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output / inputs[0]),
+)
+
+
+class NoisyOnTheHost(plain_models.Block):
+    """Draws from numpy and Python in an operator, and behind it."""
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = noisy_on_the_host(hidden).tanh()
+        return super().forward(hidden * float(np.random.rand()) * random.random(), mask)
+
+
 ODD: dict[type[nn.Module], list[str]] = {
     Scalars: [
         f"aten.{name}" for name in ("add", "mul", "sub", "div", "fmod", "remainder", "copysign", "xlogy", "where")
@@ -175,6 +195,7 @@ ODD: dict[type[nn.Module], list[str]] = {
     Integers: ["aten.add", "aten.mul", "aten.div", "aten.arange"],
     Sparse: ["aten.add", "aten.mul", "aten._to_sparse", "aten.stack"],
     Noisy: ["hf_ckpt_tests.noisy", "hf_ckpt_tests.masked"],
+    NoisyOnTheHost: ["hf_ckpt_tests.noisy_on_the_host"],
     Lists: ["aten.add", "aten.mul", "aten.cat", "aten.index", "aten.native_layer_norm"],
 }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hf_ckpt.estimate.pictures import frontier
+from hf_ckpt.estimate.plot_files import frontier
 from hf_ckpt.estimate.tables import FIT_WORDS, format_seconds, only_by, versions
 from hf_ckpt.html_svg import element, escape, html_table, svg
 from hf_ckpt.planner.advice import slower_by
@@ -45,7 +45,9 @@ class Page:
 
     def html(self) -> str:
         """Return the page."""
-        style, script = (Path(__file__).with_name(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
+        style, script = (
+            Path(__file__).with_name(f"html_page.{end}").read_text(encoding="utf-8") for end in ("css", "js")
+        )
         # Whatever a browser would load, this forbids.
         rule = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
         head = [

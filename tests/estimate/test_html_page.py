@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.cli.main import main
-from hf_ckpt.estimate import page
+from hf_ckpt.estimate import html_page
 from tests import small_recipes
 from tests.conftest import CHROMIUM
 from tests.markups import Markup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
-SCRIPT = Path(page.__file__).with_name("page.js")
+SCRIPT = Path(html_page.__file__).with_name("html_page.js")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.planner.pareto import ChainPlanner
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.peak_formulas import Block, Choice, Moment, blocks_of, entries_from, predict, to_plan
 from hf_ckpt.planner.search import binomial_choices, fixed_choices
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan

@@ -11,7 +11,7 @@ from hf_ckpt.estimate.estimate import RECIPE, Estimate, Say
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, describe_rows
 from hf_ckpt.planner.chain import FULL, NONE, Chain
-from hf_ckpt.planner.pareto import ChainPlanner
+from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.plots import Curve, draw_checkpoints, draw_frontier, draw_steps
