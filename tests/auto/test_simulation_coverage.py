@@ -390,7 +390,7 @@ def test_step_without_a_forward_is_refused_in_its_first_micro_batch(tmp_path: Pa
             seen.append(1)
             return super().training_step(*given, **more)
 
-    with pytest.raises(UnsupportedError, match="without a forward"):
+    with pytest.raises(UnsupportedError, match="without a training forward"):
         Counted(llama(num_hidden_layers=1), args, train_dataset=rows(), callbacks=[callback]).train()  # type: ignore[arg-type]  # upstream
     assert seen == [1]
 
