@@ -578,9 +578,13 @@ def detects_anomalies(training: Training, rng: random.Random) -> None:
 
 @event("mode")
 def saves_tensors_elsewhere(training: Training, rng: random.Random) -> None:
-    training.around_forward = lambda: torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: tensor.detach().clone(), lambda tensor: tensor
-    )
+    training.around_forward = lambda: torch.autograd.graph.saved_tensors_hooks(_elsewhere, lambda tensor: tensor)
+
+
+def _elsewhere(tensor: Tensor) -> Tensor:
+    # A copy of a slice begins at another place of a cache line, where kernels add in another order; and what is saved
+    # inside of a checkpoint, torch's too, is not handed to the hooks around it.
+    return tensor.detach() if tensor.storage_offset() or not tensor.is_contiguous() else tensor.detach().clone()
 
 
 @event("mode")
