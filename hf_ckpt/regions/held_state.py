@@ -40,10 +40,12 @@ from hf_ckpt.upstream.torch import (
     FakeTensor,
     NormBase,
     base_of,
+    dispatch_modes,
     hidden_from_modes,
     is_traceable_wrapper_subclass,
     is_view,
     make_wrapper_subclass,
+    num_dispatch_modes,
     storage_id,
 )
 from hf_ckpt.upstream.transformers import IS_INITIALIZED, OF_MODELS
@@ -51,6 +53,8 @@ from hf_ckpt.upstream.transformers import IS_INITIALIZED, OF_MODELS
 Refuse = Callable[[str, Sequence[str]], None]
 """Raises an error: what has happened, and the names of what it has happened to."""
 
+COUNTS_COPIES = "_hf_ckpt_counts_copies"
+"""Attribute of a dispatch mode that is to be given the copies that are made here."""
 SMALL_BYTES = 16 * 1024
 """See the note on copies. As many as a statistic of 4096 channels has."""
 _MOST_DEEP = 4
@@ -316,9 +320,7 @@ class _Shape:
         self._opened: dict[int, Any] = {}
         self._holders: list[tuple[Any, Any, str]] = []
         self.roots = [self._keep(value, path) for value, path in zip(values, places.paths, strict=True)]
-        # A simulated step counts the copies.
-        is_simulated = any(type(leaf.ref()) is FakeTensor for leaf in self.leaves)
-        self.hiding: Callable[[], AbstractContextManager[Any]] = nullcontext if is_simulated else hidden_from_modes
+        self._is_simulated = any(type(leaf.ref()) is FakeTensor for leaf in self.leaves)
         self._rich = [number for number, kept in enumerate(self.roots) if type(kept) in (_Leaf, _Frozen)]
         plain = [each for each in self._holders if not _has_rich(each[1])]
         self._rich_holders = [each for each in self._holders if _has_rich(each[1])]
@@ -327,6 +329,12 @@ class _Shape:
         self._rich_holders += [each for each in plain if type(each[0]) not in (dict, list)]
         self._sizes, self._flat = self._flat_now()
         del self._by_id, self._opened
+
+    def hiding(self) -> AbstractContextManager[Any]:
+        """Hide copies from modes that others have entered. What follows a step, simulated or real, counts them."""
+        modes = [] if self._is_simulated or not num_dispatch_modes() else dispatch_modes()
+        is_counted = any(getattr(mode, COUNTS_COPIES, False) for mode in modes)
+        return nullcontext() if is_counted or not modes else hidden_from_modes()
 
     def _flat_now(self) -> tuple[list[int], list[Any]]:
         """Return how many items are in dictionaries and lists, and all of them."""

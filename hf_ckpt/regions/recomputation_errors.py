@@ -11,12 +11,13 @@ from torch.distributed import DistError
 from torch.utils.checkpoint import CheckpointError
 
 from hf_ckpt.errors import RecomputationError, shortened
-from hf_ckpt.upstream.torch import UNPACKED_BEFORE, StopRecomputation, is_out_of_memory
+from hf_ckpt.upstream.torch import UNPACKED_BEFORE, is_out_of_memory
 
 OtherModes = Mapping[str, Sequence[str]]
 """Other modes for the layer of a region, each with the modules that it recomputes of the region's, by name."""
 
-_SIGNALS = ("hf_ckpt.", "torch._dynamo.", "torch._subclasses.", "torch.fx.")
+# Of torch's checkpoint it is the one that ends a recomputation early, whatever it is called.
+_SIGNALS = ("hf_ckpt.", "torch._dynamo.", "torch._subclasses.", "torch.fx.", "torch.utils.checkpoint.")
 _OF_DEVICES = (DistError, getattr(torch, "AcceleratorError", DistError))  # from torch 2.8 on
 _MOST_TEXT = 240
 
@@ -41,8 +42,9 @@ def is_for_others(error: Exception) -> bool:
 
     Recovery knows memory by the type, compilers and simulations know what they have raised.
     """
-    is_signal = isinstance(error, StopRecomputation) or f"{type(error).__module__}.".startswith(_SIGNALS)
-    return is_signal or isinstance(error, _OF_DEVICES) or is_out_of_memory(error)
+    return (
+        f"{type(error).__module__}.".startswith(_SIGNALS) or isinstance(error, _OF_DEVICES) or is_out_of_memory(error)
+    )
 
 
 def recomputation_error(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
+from hf_ckpt.regions.held_state import COUNTS_COPIES
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.isolation import RealTensors
 from hf_ckpt.simulation.operator_memo import Outputs, Run, call
@@ -62,6 +63,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, rounding: int = 1, costs: CostFunction = no_costs, run: Run = call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        setattr(self, COUNTS_COPIES, True)
         self.tape = Tape()
         self.real = RealTensors()
         """What no operator may meet."""

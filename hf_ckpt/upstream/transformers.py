@@ -26,8 +26,6 @@ OTHER_FLAGS = ("grad_checkpointing", "use_gradient_checkpointing", "use_checkpoi
 """What modules that have no such seam call theirs: timm and open_clip, DiffSynth, Swin and MONAI, mmcv. diffusers has
 transformers' flag, on the modules around its layers."""
 FORWARD = "forward"
-INPUT_GRADIENTS = ("_require_grads_hooks", "_require_grads_hook")
-"""Where a model keeps the hooks that `enable_input_require_grads` has placed."""
 
 with _feature(
     "Plans through the seam of transformers' layers",
@@ -51,6 +49,15 @@ if SEAM.gone:
 
     class GradientCheckpointingLayer:  # type: ignore[no-redef]
         """No layer has the seam."""
+
+
+_INPUT_GRADIENTS = _feature(
+    "Taking off what others leave on a model when they switch checkpointing off and on",
+    instead="Hooks on its embeddings may stay after the plan.",
+    of="transformers.modeling_utils",
+)
+INPUT_GRADIENTS = tuple(map(_INPUT_GRADIENTS.attribute, ("_require_grads_hooks", "_require_grads_hook")))
+"""Where a model keeps the hooks that `enable_input_require_grads` has placed."""
 
 
 def asks_for_input_gradients(hook: Any) -> bool:

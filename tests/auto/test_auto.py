@@ -360,7 +360,7 @@ def test_resumed_run_with_another_plan_goes_on_and_says_so(tmp_path: Path, caplo
     [
         ({"policy": "auto", "memory_budget": "22"}, 'memory_budget is "22", without a unit. Write "22GiB" or "22GB"'),
         ({"policy": "auto", "memory_budget": "22GX"}, 'with the unknown unit "GX"'),
-        ({"policy": "auto", "memory_budget": -1}, 'memory_budget is "-1". It must be above 0'),
+        ({"policy": "auto", "memory_budget": -1}, "memory_budget is -1. It must be above 0"),
         ({"policy": "auto", "max_length": 0}, "max_length is 0. Write the tokens of the longest example"),
         ({"policy": "auto", "every_n_layers": 2}, 'every_n_layers was given with policy "auto"'),
         ({"policy": "full", "memory_budget": "22GiB"}, 'memory_budget is 22GiB, but only policy "auto" plans for a'),

@@ -43,7 +43,7 @@ def recipe(folder: Path, checkpointing: dict[str, Any], **training: Any) -> Path
             'checkpointing.memory_budget = "22": memory_budget is "22", without',
         ),
         ({"policy": "auto", "memory_budget": "22GX"}, 'with the unknown unit "GX"'),
-        ({"policy": "auto", "memory_budget": -0.5}, 'memory_budget is "-0.5". It must be above 0'),
+        ({"policy": "auto", "memory_budget": -0.5}, "memory_budget is -0.5. It must be above 0"),
         ({"policy": "full", "memory_budget": "22GiB"}, "checkpointing.memory_budget"),
         ({"policy": "full", "micro_batch": "auto"}, "checkpointing.micro_batch"),
         ({"policy": "full", "exact": True}, "checkpointing.exact"),

@@ -346,7 +346,7 @@ class Embeds(Trainer):
     ("kind", "message"),
     [
         (Pairs, "the model's forward came twice in one micro-batch"),
-        (Inner, "a micro-batch ran without a forward of the model that the Trainer has"),
+        (Inner, "a micro-batch ran without a training forward of the model that the Trainer has"),
         (Embeds, "a batch came with inputs_embeds that was computed with gradients, outside of the model's forward"),
     ],
 )
