@@ -81,12 +81,14 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
         if (model := _model_files(recipes[-1].model)) is None:
             return None
         specs = filter(None, map(importlib.util.find_spec, _SOURCES))
+        folders = [Path(spec.origin).parent for spec in specs if spec.origin]
         depends_on = [
             *(command, asked, [each.to_yaml() for each in recipes], _named_files(recipes, asked), model),
             # Titles, and what relative paths mean.
             *(str(recipe.path), str(Path.cwd())),
-            [_hash(Path(spec.origin).parent.rglob("*.py")) for spec in specs if spec.origin],
-            _installed(),
+            [_hash(folder.rglob("*.py")) for folder in folders],
+            # What is installed beside, with versions: kernels of many packages take the place of torch's.
+            sorted({path.name for folder in folders for path in folder.parent.glob("*.dist-info")}),
             # The device "cpu" is described by its processors and its memory.
             *(sys.version, os.cpu_count(), os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0),
             {name: value for name, value in environment.items() if name.startswith(_VARIABLES)},
@@ -95,12 +97,6 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
     except (*_UNAVAILABLE, ValueError, yaml.YAMLError):
         return None
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _installed() -> list[str]:
-    """Return what is installed, with versions: kernels of many packages take the place of torch's."""
-    found = (name for folder in sys.path if os.path.isdir(folder) for name in os.listdir(folder))
-    return sorted({name for name in found if name.endswith(".dist-info")})
 
 
 def _hash(files: Iterable[Path]) -> str:

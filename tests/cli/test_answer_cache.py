@@ -128,7 +128,10 @@ def test_other_variables_do_not_count(tmp_path: Path) -> None:
 
 def test_another_version_is_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipes.write(tmp_path)
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(answer_cache, "_SOURCES", ("library",))
     keys = [key_of(recipe)]
     for version in ("1", "2"):
         (tmp_path / f"kernels-{version}.dist-info").mkdir()

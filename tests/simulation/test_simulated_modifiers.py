@@ -266,7 +266,8 @@ def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_f
         StepPlanner(StepSimulator(built, STEP, A100), allowed=replace(allowed, offload=None), chain=without).plan_for(
             Capacity(budget)
         )
-    assert re.search(r"\n  offload=\"cpu\" +# [\d.]+ MiB, with [\d.]+ MiB of host memory", str(error.value))
+    # Alone it would reserve more than that, in whole blocks.
+    assert re.search(r"\n  .*offload=\"cpu\" +# [\d.]+ MiB, with [\d.]+ MiB of host memory", str(error.value))
 
 
 # --- All of it together. ---
