@@ -243,7 +243,7 @@ def hooks_exchanged(*own: Any) -> Iterator[None]:
 def _packed_directly() -> AbstractContextManager[None]:
     """Have what a recomputation saves packed without asking torch's compiler out of the way, where it has no work.
 
-    torch from 2.13 on asks it so for each tensor, in Python: a twentieth of a recomputation of small tensors.
+    torch from 2.13 on asks it so for each tensor, in Python, which shows where tensors are small.
     """
     hooks = None if HOOKS.gone or has_compiled() else top_saved_tensors_hooks(False)
     directly = None if hooks is None else getattr(hooks[0], "__wrapped__", None)

@@ -307,22 +307,22 @@ def draw_from_numpy(module: nn.Module, own: Callable[..., Tensor], hidden_states
 
 
 # One that a module holds is brought back.
-HELD_BY_NOBODY = torch.Generator()
+HIDDEN_GENERATOR = torch.Generator()
 
 
-def draw_from_its_own(module: Any, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
-    return own(hidden_states) * torch.rand((), generator=HELD_BY_NOBODY)
+def draw_from_a_hidden_generator(module: Any, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+    return own(hidden_states) * torch.rand((), generator=HIDDEN_GENERATOR)
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "forward", [drop_mask, roll, draw_from_numpy, draw_from_its_own], ids=lambda each: each.__name__
+    "forward", [drop_mask, roll, draw_from_numpy, draw_from_a_hidden_generator], ids=lambda each: each.__name__
 )
 @pytest.mark.sweep(keep=1)
 def test_recomputation_that_is_another(forward: Callable[..., Any], is_half: bool, tmp_path: Path) -> None:
     def plant(model: nn.Module) -> None:
         layer = layers(model)[1]
-        HELD_BY_NOBODY.manual_seed(0)
+        HIDDEN_GENERATOR.manual_seed(0)
         with_forward(layer.self_attn if forward is drop_mask else layer.mlp, forward)
 
     details = failed(report(tmp_path, setup=plant, training={"bf16": is_half}, **FULL))
