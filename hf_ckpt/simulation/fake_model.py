@@ -41,8 +41,7 @@ class FakeCopy:
     """A copy of a model whose tensors are fake."""
 
     model: nn.Module
-    mode: FakeTensorMode
-    """It has to run in this mode."""
+    mode: FakeTensorMode  # It has to run in this mode.
     _memo: Mapping[int, Any]
 
     def copy_of(self, original: Any) -> Any:
@@ -107,9 +106,17 @@ def meta_copy(model: nn.Module) -> nn.Module:
     partitioned gets its whole shape.
     """
     copied, _ = _deep_copy(model, _on_meta, is_cuda=False)
+    module: Any
     for module in copied.modules():
-        _move_scales_to_weight(module)
-        _take_autocast_off(module)
+        state: Any = stored(module, "state")
+        if type(module).__module__.startswith("bitsandbytes.") and getattr(state, "SCB", None) is not None:
+            # Another copy looks for an 8-bit layer's scales where they are before its first forward.
+            module.weight.SCB = state.SCB
+            state.CB = state.SCB = None
+        # The forward that accelerate has put autocast around. accelerate itself follows `__wrapped__` to find it, past
+        # the one that trl puts on the model: to that of the class.
+        if (original := vars(module).pop(FORWARD_BEFORE_AUTOCAST, None)) is not None:
+            module.forward = original
         # A wrapper shows the attributes of what it wraps.
         if vars(module).get(FLAG):
             setattr(module, FLAG, False)
@@ -117,16 +124,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
     bare: nn.Module = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     note_original(bare, model)
     return bare
-
-
-def _take_autocast_off(module: nn.Module) -> None:
-    """Put back the forward that accelerate has put autocast around.
-
-    accelerate itself follows `__wrapped__` to find it, past the one that trl puts on the model: to that of the class.
-    """
-    original = vars(module).pop(FORWARD_BEFORE_AUTOCAST, None)
-    if original is not None:
-        module.forward = original
 
 
 def _deep_copy(
@@ -174,7 +171,6 @@ def _generators_in(value: Any, seen: set[int]) -> Iterator[torch.Generator]:
             yield from _generators_in(each, seen)
 
 
-_ATOMS = frozenset({bool, int, float, str, bytes, type(None), types.FunctionType, types.MethodType})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -246,21 +242,12 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _move_scales_to_weight(module: Any) -> None:
-    """Put an 8-bit layer's scales where they are before its first forward: another copy looks for them there."""
-    state: Any = stored(module, "state")
-    if type(module).__module__.startswith("bitsandbytes.") and getattr(state, "SCB", None) is not None:
-        module.weight.SCB = state.SCB
-        state.CB = state.SCB = None
-
-
 # --- Functions that a model holds: forwards on instances, hooks, settings. ---
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 _SIZED = (tuple, list, dict)
-_MAX_ENTRIES = 500
-"""Of a container that functions close over and that is looked into."""
+_MAX_ENTRIES = 500  # Of a container that functions close over and that is looked into.
 
 
 class _Rebinding:

@@ -26,8 +26,7 @@ from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively, role_
 from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tape import Columns, Tape, TransferKind
 
-_UNITS_AHEAD = 2
-"""Units that FSDP1's host may let go of before the device does."""
+_UNITS_AHEAD = 2  # Units that FSDP1's host may let go of before the device does.
 
 
 class LaunchQueue:

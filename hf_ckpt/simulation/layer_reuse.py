@@ -46,9 +46,9 @@ class _StackReuse(PartlyTraced):
     """Which layers of a stack are skipped."""
 
     layers: tuple[Layer, ...]
+    # As `representatives`, of layers that are not even copied. What torch reserves depends on the order of the
+    # weights, and that on which layers are copied: it is the same whether segments are cut or not.
     left_out: Mapping[int, int]
-    """As `representatives`, of layers that are not even copied. What torch reserves depends on the order of the
-    weights, and that on which layers are copied: it is the same whether segments are cut or not."""
 
     def traced_segments(self) -> list[int | None]:
         """Return the segments of the traced layers, and, for a skipped one, that of the traced one before it.
@@ -80,8 +80,8 @@ class LayerReuse:
     """Which layers of a model are skipped, because a traced layer represents them."""
 
     stacks: tuple[_StackReuse, ...]
+    # By layer that represents others, by the name of a module in it, and where that has its index: what was asked.
     _answers: dict[nn.Module, dict[tuple[str, Place], list[Answer]]] = field(default_factory=dict)
-    """By layer that represents others, by the name of a module in it, and where that has its index: what was asked."""
 
     @classmethod
     def choose(
@@ -276,7 +276,12 @@ def represented(
     segments = segments or (None,) * len(kinds)
     around = [None, *kinds, None]
     own = [idx if idx in apart else None for idx in range(len(kinds))]
-    keys = list(zip(around, around[1:], around[2:], own, _places_in_segments(segments), strict=False))
+    # Of each layer, its place in its segment and the segment's length.
+    placed = [
+        None if segment is None else (idx - segments.index(segment), segments.count(segment))
+        for idx, segment in enumerate(segments)
+    ]
+    keys = list(zip(around, around[1:], around[2:], own, placed, strict=False))
     first: dict[Hashable, int] = {}
     for idx, key in enumerate(keys):
         first.setdefault(key, idx)
@@ -289,12 +294,6 @@ def represented(
     while further := _in_segments(segments, traced) or _over_gap(kinds, traced):
         traced |= further
     return {idx: first[key] for idx, key in enumerate(keys) if idx not in traced}
-
-
-def _places_in_segments(segments: Sequence[int | None]) -> Iterator[tuple[int, int] | None]:
-    """Yield, for each layer, its place in its segment and the segment's length."""
-    for idx, segment in enumerate(segments):
-        yield None if segment is None else (idx - segments.index(segment), segments.count(segment))
 
 
 def _in_segments(segments: Sequence[int | None], traced: set[int]) -> set[int]:
@@ -344,8 +343,7 @@ class _Call:
     start: int
     end: int = 0
     signature: object = None
-    form: list[bool] | None = None
-    """Which items of its output are tensors; None where that is the tensor itself."""
+    form: list[bool] | None = None  # Which items of its output are tensors; None where that is the tensor itself.
 
 
 class _RecordedCalls:

@@ -55,8 +55,8 @@ class _Made:
 
 
 _CPU = torch.device("cpu")
+# By device: what a new fake tensor has in its `__dict__`, but for its mode.
 _attributes: dict[torch.device, dict[str, Any]] = {}
-"""By device: what a new fake tensor has in its `__dict__`, but for its mode."""
 
 
 def _fake_of(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
@@ -93,8 +93,8 @@ def fake_parameter(made: FakeTensor, *, requires_grad: bool = True) -> nn.Parame
     return found
 
 
+# Makes an output, from an operator's arguments and the mode of its tensors.
 _Make = Callable[[Any, FakeTensorMode], Any]
-"""Makes an output, from an operator's arguments and the mode of its tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,8 +102,7 @@ class Outputs:
     """What an operator returns. There is one such object for all calls that look the same."""
 
     outputs: tuple[_Make, ...]
-    container: type | None
-    """`tuple` or `list` of several; None of a single one."""
+    container: type | None  # `tuple` or `list` of several; None of a single one.
     has_one_cost: bool
     """Whether those calls read and write the same bytes: an expanded tensor has fewer than its shape says."""
 

@@ -42,8 +42,7 @@ from hf_ckpt.upstream.torch import softmax
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
-_OLDEST = (8, 0)
-"""The compute capability that is assumed where that of a device is not known."""
+_OLDEST = (8, 0)  # The compute capability that is assumed where that of a device is not known.
 
 
 @contextmanager
@@ -74,13 +73,13 @@ def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int
     return [((prod(sizes), gradient.dim()), torch.int64), (tuple(gradient.shape), torch.bool)]
 
 
+# Of images that are put into a text, too: `masked_scatter__cuda` and `masked_select_cuda` in
+# `aten/src/ATen/native/cuda/IndexKernel.cpp`.
 _WORKSPACES: dict[Callable[..., Any], Callable[..., list[quantized.Workspace]]] = {
     **attention.WORKSPACES,
     torch.ops.aten.masked_scatter.default: _masked_scatter,
     torch.ops.aten.masked_scatter_backward.default: _masked_scatter_backward,
 }
-"""Of images that are put into a text, too: `masked_scatter__cuda` and `masked_select_cuda` in
-`aten/src/ATen/native/cuda/IndexKernel.cpp`."""
 
 
 class _FunctionReplacements(TorchFunctionMode):
