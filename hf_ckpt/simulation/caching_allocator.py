@@ -73,14 +73,12 @@ def play(tape: Tape, *, expands: bool = False) -> Played:
 
 
 def held_within(tape: Tape, limit_bytes: int) -> Held:
-    """Return what the allocator holds of a device that has so much for it.
-
-    What it gives back may come to be missed steps later, so that steps are played until one changes nothing.
-    """
+    """Return what the allocator holds of a device that has so much for it."""
     allocator = CachingAllocator(limit_bytes=limit_bytes)
     steps = _Steps(tape, allocator)
     steps.play_first()
     num_segments = num_retries = retries = most = settled = 0
+    # What it gives back may come to be missed steps later, so that steps are played until one changes nothing.
     for number in range(_MOST_STEPS):
         if number:
             allocator.begin_step()
@@ -123,6 +121,7 @@ class _Steps:
 
     def play_next(self) -> None:
         """Play one more step."""
+        # At the end of a step the Trainer looks at its loss, and so waits for the device.
         self._free_still_read()
         self._play(self._changes)
 
@@ -150,10 +149,7 @@ class _Steps:
                     free(block)
 
     def _free_still_read(self) -> None:
-        """Free what other streams had in use.
-
-        At the end of a step the Trainer looks at its loss, and so waits for the device.
-        """
+        """Free what other streams had in use."""
         for block in chain.from_iterable(self._still_read.values()):
             self._allocator.free(block)
         self._still_read.clear()

@@ -227,11 +227,9 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Make the output of grouped products, such as those of a mixture's experts.
-
-    torch's own fake kernel takes bfloat16 only, and pads rows only in builds for CUDA. The CPU kernel takes all
-    floating types and always pads.
-    """
+    """Make the output of grouped products, such as those of a mixture's experts."""
+    # torch's own fake kernel takes bfloat16 only, and pads rows only in builds for CUDA. The CPU kernel takes all
+    # floating types and always pads.
     dtype = out_dtype or mat1.dtype
     rows, columns = mat1.shape[-2], mat2.shape[-1]
     is_batch = mat1.dim() == mat2.dim()
@@ -244,10 +242,8 @@ def _grouped_mm(
 
 
 def _dense(function: Callable[..., Any], num_inputs: int, *args: Any, **kwargs: Any) -> Any:
-    """Normalise a batch: the kernels return what is dense, where torch's fake ones keep the order of dimensions.
-
-    So what is transposed before and after has to be copied for the product that comes next.
-    """
+    """Normalise a batch: the kernels return what is dense, where torch's fake ones keep the order of dimensions."""
+    # So what is transposed before and after has to be copied for the product that comes next.
     laid = args[num_inputs - 1]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     of_images = formats.get(laid.dim(), torch.contiguous_format)

@@ -199,10 +199,7 @@ def _as_parameter(made: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 class EmptyCopies(TorchFunctionMode):
-    """Lets a deep copy put the output of `empty` in the place of each tensor, wherever a module holds it.
-
-    PEFT keeps some in dictionaries, such as the numbers of virtual tokens.
-    """
+    """Lets a deep copy put the output of `empty` in the place of each tensor, wherever a module holds it."""
 
     def __init__(self, empty: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -210,6 +207,7 @@ class EmptyCopies(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make an empty tensor where Python would copy one."""
+        # PEFT keeps some in dictionaries, such as the numbers of virtual tokens.
         if function is Tensor.__deepcopy__:
             return self._empty(args[0])
         return function(*args, **(kwargs or {}))
@@ -220,13 +218,11 @@ _COLLECTS_STATES = "transformers.utils.output_capturing"  # Not in every support
 
 
 def _fill_stand_in(made: nn.Module, original: nn.Module, like: nn.Module) -> None:
-    """Let a stand-in have the settings of its original, and show what `like` holds without holding it.
-
-    Of the hooks it has those by which transformers collects hidden states, which it puts on when they are first asked
-    for: models such as LLaVA pick one by its number.
-    """
+    """Let a stand-in have the settings of its original, and show what `like` holds without holding it."""
     nn.Module.__init__(made)
     hooks = vars(made).copy()
+    # It has those by which transformers collects hidden states, which it puts on when they are first asked for: models
+    # such as LLaVA pick one by its number.
     collecting = {key: hook for key, hook in original._forward_hooks.items() if hook.__module__ == _COLLECTS_STATES}
     hooks["_forward_hooks"] = OrderedDict(collecting)
     held = {name: value for kind in _HELD for name, value in vars(like)[kind].items()}
@@ -251,15 +247,10 @@ _MAX_ENTRIES = 500  # Of a container that functions close over and that is looke
 
 
 class _Rebinding:
-    """Makes the functions that a copy holds anew, over the copied modules and tensors.
+    """Makes the functions that a copy holds anew, over the copied modules and tensors."""
 
-    Python does not copy functions: a forward that closes over the one before it, as those of monkey patches do, and a
-    hook over a module would run the model itself, and leave gradients there.
-
-    Args:
-        memo: of the deep copy.
-    """
-
+    # Python does not copy functions: a forward that closes over the one before it, as those of monkey patches do, and a
+    # hook over a module would run the model itself, and leave gradients there.
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
         self._cells: dict[int, types.CellType] = {}

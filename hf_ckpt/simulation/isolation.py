@@ -316,14 +316,10 @@ def _put_values_back(tensor: Tensor, version: int, before: Tensor | None, gradie
 
 
 class _Reached:
-    """Finds what code of the user's can write to: what its functions close over, and the globals that they name.
-
-    Args:
-        snapshot: that is to note it.
-        real: models that are looked at by themselves.
-    """
+    """Finds what code of the user's can write to: what its functions close over, and the globals that they name."""
 
     def __init__(self, snapshot: Snapshot, real: Iterable[nn.Module]) -> None:
+        # Real models are looked at by themselves.
         self._snapshot = snapshot
         # What is kept here cannot give its address to another object.
         self._seen: dict[int, Any] = {id(module): module for model in real for module in model.modules()}

@@ -96,13 +96,8 @@ class LayerReuse:
     ) -> LayerReuse:
         """Choose the layers that need no tracing under a plan. Raises `CannotReuseError`.
 
-        Args:
-            stacks: of the model.
-            plan: None for none.
-            signatures: by layer, as it stands in its list. See `layer_likeness`.
-            unlike: of `CannotReuseError`.
-            held: see `held_to_original`.
-            cuts: whether to trace parts of segments; else each is traced whole, or not at all.
+        `signatures`: by layer, as it stands in its list, see `layer_likeness`. `unlike`: of `CannotReuseError`. `held`:
+        see `held_to_original`. `cuts`: whether to trace parts of segments; else each is traced whole, or not at all.
         """
         chosen = []
         for number, stack in enumerate(stacks):
@@ -469,10 +464,7 @@ def run_unlike(
 
 
 def _actions(tracker: Tracker, events: Sequence[Event]) -> _Actions | None:
-    """Return what is equal for slices that do the same; None if a slice cannot be repeated.
-
-    What it allocates it has to free, or to leave to an object that is there for all slices.
-    """
+    """Return what is equal for slices that do the same; None if a slice cannot be repeated."""
     actions: _Actions = []
     slots: dict[Storage, int] = {}
     freed = set[Storage]()
@@ -488,6 +480,7 @@ def _actions(tracker: Tracker, events: Sequence[Event]) -> _Actions | None:
             if event.change is MemoryChange.FREE:
                 freed.add(storage)
         actions.append((event.place, event.change, look, event.seconds, event.num_flops, event.is_copy))
+    # What it allocates it has to free, or to leave to an object that is there for all slices.
     owners = {slot: tracker.owner_of(storage) for storage, slot in slots.items() if storage not in freed}
     if any(owner is None for owner in owners.values()):
         return None

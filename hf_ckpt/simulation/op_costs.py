@@ -261,8 +261,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _formula(name: str, function: Any) -> Formula | None:
-    own = _FORMULAS.get(name)
-    if own is not None:
+    if (own := _FORMULAS.get(name)) is not None:
         return own
     counted = flop_registry.get(getattr(function, "overloadpacket", None))
     return None if counted is None else lambda args, kwargs, output: int(counted(*args, **kwargs, out_val=output))

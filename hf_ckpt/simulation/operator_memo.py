@@ -127,12 +127,10 @@ def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
 def run_once(
     run: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Outputs | None]:
-    """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same.
-
-    In a backward, where no function of torch runs, a function mode would see each attribute of a tensor that is read:
-    most of the time of a step would go there.
-    """
+    """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same."""
     tensors: list[Tensor] = []
+    # In a backward, where no function of torch runs, a function mode would see each attribute of a tensor that is read:
+    # most of the time of a step would go there.
     with DisableTorchFunction():
         key = look(function, args, kwargs, tensors)
         mode = _mode_of(tensors)
@@ -157,10 +155,8 @@ def run_once(
 def look(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[Hashable, ...] | None:
-    """Return what a call looks like, as a key, and add its tensors to a list; None where more than that matters.
-
-    What is made of real tensors alone, and how large it is, may depend on their values too.
-    """
+    """Return what a call looks like, as a key, and add its tensors to a list; None where more than that matters."""
+    # What is made of real tensors alone, and how large it is, may depend on their values too.
     try:
         return function, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ()
     except _NotKnownError:

@@ -61,10 +61,8 @@ def compute_dtype(step: Step, tensor: Tensor) -> torch.dtype:
 
 
 def let_adapters_cast(model: nn.Module, step: Step) -> None:
-    """Let the adapters of a copy cast their input to the dtype that PEFT finds their weights in under FSDP1.
-
-    Each adapter is a unit of its own, and PEFT looks before it is gathered: then it has the dtype of the shares.
-    """
+    """Let the adapters of a copy cast their input to the dtype that PEFT finds their weights in under FSDP1."""
+    # Each adapter is a unit of its own, and PEFT looks before it is gathered: then it has the dtype of the shares.
     if step.sharding.engine == "fsdp1" and step.autocast is not None:
         for module in model.modules():
             adapted: Any = module

@@ -42,21 +42,13 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FlatParameter:
-    """A unit of FSDP1, whose weights are one tensor, of which each rank keeps a share.
+    """A unit of FSDP1, whose weights are one tensor, of which each rank keeps a share."""
 
-    Args:
-        weights: bytes of each weight, whole, as it was loaded.
-        is_broadcast: whether rank 0 sends them to the others.
-        loaded_bytes: of the share as its weights were loaded.
-        share_bytes: of the share that is kept.
-        emptied: bytes of each tensor that is made, and emptied, before the first forward.
-    """
-
-    weights: tuple[int, ...]
-    is_broadcast: bool
-    loaded_bytes: int
-    share_bytes: int
-    emptied: tuple[int, ...]
+    weights: tuple[int, ...]  # Bytes of each weight, whole, as it was loaded.
+    is_broadcast: bool  # Whether rank 0 sends them to the others.
+    loaded_bytes: int  # Of the share as its weights were loaded.
+    share_bytes: int  # Of the share that is kept.
+    emptied: tuple[int, ...]  # Bytes of each tensor that is made, and emptied, before the first forward.
 
 
 @dataclass(slots=True, eq=False)
@@ -330,10 +322,8 @@ class Tape:
 
 
 def sort_frees(tape: Tape) -> None:
-    """Put storages that are freed at once in the order in which they were made.
-
-    Autocast clears its cache in the order of addresses, which differs from run to run.
-    """
+    """Put storages that are freed at once in the order in which they were made."""
+    # Autocast clears its cache in the order of addresses, which differs from run to run.
     columns = tape.columns
     rows = np.arange(len(columns))
     is_same = (columns.change[1:] == columns.change[:-1]) & (columns.place[1:] == columns.place[:-1])

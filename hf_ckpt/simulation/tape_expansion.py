@@ -216,10 +216,8 @@ class _Expansion:
         yield section, start, len(columns)
 
     def _begin(self, section: _Section | None, row: int, start: int) -> int:
-        """Return where a section begins that was noticed in `row`; the one before it began in `start`.
-
-        transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
-        """
+        """Return where a section begins that was noticed in `row`; the one before it began in `start`."""
+        # transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
         if section is not None and section[0] is Phase.FORWARD:
             while row > start and (transfer := self._transfers.get(row - 1)) and transfer.kind is TransferKind.SEND:
                 row -= 1

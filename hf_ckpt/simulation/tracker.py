@@ -131,10 +131,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record_apart([storage])
 
     def record_copied_gradients(self, names: Sequence[str], like: Tensor) -> None:
-        """Count the gradients of parameters whose layers are skipped: they look like that of `like`.
-
-        `layer_reuse` writes their allocation into the tape.
-        """
+        """Count the gradients of parameters whose layers are skipped: they look like that of `like`."""
+        # `tape_expansion` writes their allocation into the tape.
         self.names_with_gradient.update(names)
         copied = self.tape.copied_gradients
         if any(name not in copied for name in names):
@@ -331,14 +329,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return place
 
     def record_saved(self, tensor: Tensor) -> Tensor:
-        """Record that autograd saves a tensor. A hook of `saved_tensors_hooks`.
-
-        An operator's inputs are saved just before it runs, its outputs just after.
-        """
+        """Record that autograd saves a tensor. A hook of `saved_tensors_hooks`."""
+        # An operator's inputs are saved just before it runs, its outputs just after.
         storage = self._storage_of(tensor)
         if storage is not None and not is_in_backward():
             operator, made = self._last_output
-            if id(storage) in made and _saves_outputs(operator):
+            name = _plain_name(operator)
+            if id(storage) in made and (name in _SAVE_OUTPUTS or "scaled_dot_product" in name):
                 self._add_reason([storage], operator)
             else:
                 self._awaiting_reason.append(storage)
@@ -400,11 +397,6 @@ def is_without_memory(tensor: Tensor) -> bool:
 def _plain_name(operator: str) -> str:
     """Return `mul` of `aten.mul.Tensor`."""
     return operator.removeprefix("aten.").partition(".")[0].lstrip("_")
-
-
-def _saves_outputs(operator: str) -> bool:
-    name = _plain_name(operator)
-    return name in _SAVE_OUTPUTS or "scaled_dot_product" in name
 
 
 def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,23 +1,6 @@
 """What one rank of DeepSpeed's ZeRO holds: its tape, made of that of the whole model.
 
-Note [What ZeRO holds].
-- DeepSpeed trains in the dtype of mixed precision throughout. The optimizer steps a share of the weights in float32.
-- Gradients are copied into a bucket of `reduce_bucket_size` elements as soon as they are there, and freed. It is sent
-  when the next gradient does not fit; one that is larger is kept until then. ZeRO-1 and 2 have the bucket from a
-  micro-batch's first gradient to the end of its backward, ZeRO-3 all the time. What is sent is copied into one row
-  first: by ZeRO-1 and 2 where it belongs to several shares, by ZeRO-3 where it is more than one gradient.
-- ZeRO-1 keeps all gradients. ZeRO-2 makes room for those of its share when the first of them is reduced; weights that
-  lie in two shares count whole in both. Micro-batches are added up: from the second on there are two such rooms.
-  ZeRO-3 has room for its share of them all the time.
-- ZeRO-3 gathers ahead, forward and backward, until `max_live_parameters` elements are whole, and lets go of a weight
-  when it is not used again within `max_reuse_distance` elements. Small weights stay whole.
-- The weights that the optimizer steps are a copy, also where they have the model's own dtype: ZeRO-1 and 2 clone them;
-  ZeRO-3 means to spare it since 0.18.2, and from 0.18.3 on compares a `torch.device` with its name, which are never
-  equal (`_create_fp32_partitions`).
-- The step takes a share's gradients, in ZeRO-3 those of at most `sub_group_size` elements at a time, copies them into
-  one row, and that into the dtype of the optimizer's weights. Before, it has their norm in float64, clipping or not;
-  after, it divides them by the loss scale, and copies stepped weights back. ZeRO-1 and 2 then gather all weights.
-- In ZeRO-3 the host handles gradients one by one, in Python.
+It trains in the dtype of mixed precision throughout. The optimizer steps a share of the weights in float32.
 
 Source: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `partitioned_param_coordinator.py` of DeepSpeed 0.19.
 """
@@ -41,7 +24,7 @@ _CALLS_OF_GRADIENT = 12
 
 
 class ZeroTape(UnitTape):
-    """Makes one rank's tape. See Note [What ZeRO holds]."""
+    """Makes one rank's tape under ZeRO-1, 2 and 3."""
 
     _rank: int | None = None  # Whose tape it is; None for that of a rank that keeps most.
     # Before DeepSpeed 0.17.2 the bucket of ZeRO-1 and 2 is there from the beginning of backward.
@@ -80,9 +63,13 @@ class ZeroTape(UnitTape):
         yield replace(storage, num_bytes=kept)
 
     def _held_by_engine(self) -> Iterator[Storage]:
+        # The weights that the optimizer steps are a copy, also where they have the model's own dtype: ZeRO-1 and 2
+        # clone them; ZeRO-3 means to spare it since 0.18.2, and from 0.18.3 on compares a `torch.device` with its name,
+        # which are never equal (`_create_fp32_partitions`).
         yield Storage(self._share_elements * self._master_bytes, category=Category.OPTIMIZER)
         if self._engine != "zero3":
             return
+        # All the time: room for its share of the gradients, the bucket, and small weights, which stay whole.
         self._room = self._new_room(self._share_elements)
         self._bucket = self._new_bucket()
         persistent = sum(weight.compute_bytes for weight in self.weights.values() if self._is_persistent(weight))
@@ -100,6 +87,7 @@ class ZeroTape(UnitTape):
     def _elements_stepped_at_once(self) -> int:
         if self._engine != "zero3":
             return self._share_elements
+        # Gradients of at most `sub_group_size` elements at a time.
         groups = [0]
         for weight in self._trained:
             if groups[-1] >= self._zero.sub_group_size:
@@ -121,6 +109,7 @@ class ZeroTape(UnitTape):
         elements = [0] * self._world_size
         for weight, ranks in self._ranks.items():
             for rank in ranks:
+                # What lies in two shares counts whole in both.
                 elements[rank] += weight.numel
         return max(elements) if self._rank is None else elements[self._rank]
 
@@ -134,6 +123,7 @@ class ZeroTape(UnitTape):
         is_backward = self._running is not None and self._running[0] is Phase.BACKWARD
         position = self._position(key, is_backward=is_backward)
         self._ahead = max(self._ahead, position) if is_backward else position
+        # It gathers ahead, forward and backward, until so many elements are whole.
         while self._num_live < self._zero.max_live_parameters and self._ahead + 1 < len(self._row):
             self._ahead += 1
             left, weights = self._zero.max_live_parameters - self._num_live, []
@@ -207,6 +197,7 @@ class ZeroTape(UnitTape):
             yield from self._open_bucket(place)
 
     def _open_bucket(self, place: Place) -> Iterator[Event]:
+        # ZeRO-1 and 2 have it from a micro-batch's first gradient to the end of its backward.
         if self._bucket is None:
             self._bucket = self._new_bucket()
             yield Event(place, MemoryChange.ALLOCATE, self._bucket)
@@ -215,6 +206,7 @@ class ZeroTape(UnitTape):
         """Make room for the gradients of a micro-batch that ZeRO-2 keeps."""
         if self._engine != "zero2" or (self._room is not None and not place.micro_batch) or self._more_room is not None:
             return
+        # Micro-batches are added up: from the second on there are two such rooms.
         room = self._new_room(self._elements_of_room())
         if self._room is None:
             self._room = room
@@ -241,15 +233,17 @@ class ZeroTape(UnitTape):
         # Freed at the beginning of the step.
 
     def _reduce(self, gradient: Storage, place: Place) -> Iterator[Event]:
-        """Put a gradient into the bucket."""
+        """Copy a gradient into the bucket, as soon as it is there."""
         weight, size = self.weights[gradient.parameter], self._zero.reduce_bucket_size
         yield from self._open_bucket(place)
         if self._rank is None or self._rank in self._ranks[weight]:
             yield from self._make_room(place)
+        # The bucket is sent when the next gradient does not fit; one that is larger is kept until then.
         if self._num_in_bucket + weight.numel > size:
             yield from self._send(place)
         self._in_bucket.append(weight)
         if self._engine == "zero1":
+            # It keeps all of them.
             self._unreduced.append(gradient)
         elif self._num_in_bucket > size:
             self._waiting = gradient
@@ -268,11 +262,14 @@ class ZeroTape(UnitTape):
         if not self._in_bucket:
             return
         num_bytes = self._num_in_bucket * self._element_bytes
+        # It is copied into one row first: by ZeRO-1 and 2 where it belongs to several shares, by ZeRO-3 where it is
+        # more than one gradient.
         ranks = {rank for weight in self._in_bucket for rank in self._ranks[weight]}
         if len(self._in_bucket if self._engine == "zero3" else ranks) > 1:
             row = Storage(num_bytes, category=Category.TEMPORARY)
             yield Event(place, MemoryChange.ALLOCATE, row)
             yield Event(place, MemoryChange.FREE, row)
+        # In ZeRO-3 the host handles gradients one by one, in Python.
         num_calls = _CALLS_OF_BUCKET + _CALLS_OF_GRADIENT * len(self._in_bucket) if self._engine == "zero3" else 0
         yield self._collective(TransferKind.REDUCE, num_bytes, place, num_calls)
         yield from self._free(place, self._waiting)
@@ -316,6 +313,8 @@ class ZeroTape(UnitTape):
     def _seconds_around_step(self) -> float:
         """What the device does with gradients and weights besides the optimizer's step."""
         kept, stepped = self._element_bytes, self._master_bytes
+        # It has the norm of the gradients in float64, clipping or not; copies them; divides them by the loss scale; and
+        # copies stepped weights back.
         norm = kept + 2 * _NORM_BYTES
         row = 2 * kept + (kept + stepped if stepped != kept else 0)
         divided, copied_back = 2 * stepped, stepped + kept
@@ -326,6 +325,7 @@ class ZeroTape(UnitTape):
         yield from self._free(place, self._stepping)
         self._stepping = None
         if self._engine != "zero3" and self._step_place is not None:
+            # ZeRO-1 and 2 gather all weights.
             stepped = sum(weight.compute_bytes for weight in self._trained)
             yield self._collective(TransferKind.GATHER, stepped, self._step_place)
         if self._persistent is not None:

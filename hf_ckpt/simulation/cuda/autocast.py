@@ -47,10 +47,8 @@ def is_on() -> bool:
 
 @contextmanager
 def found_by_libraries() -> Iterator[None]:
-    """Let `torch.is_autocast_enabled()`, which without an argument asks about CUDA, tell of the simulated step.
-
-    PEFT's layers over quantised weights then leave their input in its dtype.
-    """
+    """Let `torch.is_autocast_enabled()`, which without an argument asks about CUDA, tell of the simulated step."""
+    # PEFT's layers over quantised weights then leave their input in its dtype.
     asked = torch.is_autocast_enabled
 
     def is_enabled(device_type: str | None = None) -> bool:
@@ -103,10 +101,8 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    """Make logarithms of probabilities in the dtype of the logits, which it asks for, and copy them into float32.
-
-    As `cross_entropy_loss` in `aten/src/ATen/native/LossNLL.cpp` calls `log_softmax`, with a dtype, and `nll_loss`.
-    """
+    """Make logarithms of probabilities in the dtype of the logits, which it asks for, and copy them into float32."""
+    # As `cross_entropy_loss` in `aten/src/ATen/native/LossNLL.cpp` calls `log_softmax`, with a dtype, and `nll_loss`.
     if target.is_floating_point():
         return function(input, target, weight, *args, label_smoothing=label_smoothing, **options)
     dim = min(1, input.dim() - 1)
