@@ -176,7 +176,7 @@ class Auto:
             def simulator(batch: Batch) -> StepSimulator:
                 own = None if loss is None else loss.of(batch)
                 step = live_step(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
-                return any_step.anew(replace(step, autocast=autocast, beside_bytes=coverage.beside_bytes))
+                return any_step.without_traces(replace(step, autocast=autocast, beside_bytes=coverage.beside_bytes))
 
             return simulator
 
@@ -370,7 +370,7 @@ def plan_own_step(
     name = step.optim if made is None else type(made).__name__
     planning = RunPlanner(
         make_plan(shape, Policy.parse("none"), **structure),
-        lambda batch: any_step.anew(replace(step, batch_size=batch.rows, seq_length=batch.length)),
+        lambda batch: any_step.without_traces(replace(step, batch_size=batch.rows, seq_length=batch.length)),
         capacity_of_run(budget, device, model, optimizer),
         coverage=Coverage((type(without_adapter(model)).__name__, str(name), "one process"), ()),
         allowed=allowed,

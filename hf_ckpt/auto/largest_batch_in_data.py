@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_ckpt.simulation.inputs import InputTensor, Settings, outline, with_values
+from hf_ckpt.simulation.step import InputTensor, Settings, outline, with_values
 from hf_ckpt.structure.attention_and_ffn import unwrapped
 
 _TOKENS, _LENGTH, _MASK = "input_ids", "length", "attention_mask"

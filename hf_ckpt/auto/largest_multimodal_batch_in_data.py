@@ -31,7 +31,7 @@ from hf_ckpt.auto.largest_batch_in_data import (
     stored_columns,
 )
 from hf_ckpt.auto.simulation_coverage import check_no_tensors_inside
-from hf_ckpt.simulation.random_states import random_states_kept
+from hf_ckpt.simulation.isolation import random_states_kept
 
 logger = logging.getLogger(__name__)
 

@@ -237,14 +237,10 @@ class StepMemory:
         columns = {str(category): found[category] for category in COLOURS if category in found}
         colours = {str(category): colour for category, colour in COLOURS.items() if category in found}
         seconds = self.timeline.seconds
-        drawn = html_svg.areas(seconds, columns, colours, label="memory over the step", over=self._over())
+        over, shown = "one step, event by event", seconds[-1] if seconds else 0.0
+        if shown:
+            # Of many micro-batches only those are simulated that differ.
+            is_whole = shown > 0.99 * self.time.total
+            over = f"one step: {shown:.3g} s" if is_whole else f"{shown:.3g} s; other micro-batches are like these"
+        drawn = html_svg.areas(seconds, columns, colours, label="memory over the step", over=over)
         return html_svg.element("div", drawn, class_="wide", style="overflow-x:auto") + html_svg.legend(colours)
-
-    def _over(self) -> str:
-        """Return what the picture's width stands for."""
-        shown = self.timeline.seconds[-1] if len(self.timeline.seconds) else 0.0
-        if not shown:
-            return "one step, event by event"
-        # Of many micro-batches only those are simulated that differ.
-        is_whole = shown > 0.99 * self.time.total
-        return f"one step: {shown:.3g} s" if is_whole else f"{shown:.3g} s; other micro-batches are like these"

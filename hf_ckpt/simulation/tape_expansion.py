@@ -53,10 +53,8 @@ class PartlyTraced:
 
     number: int
     path: str
-    segments: Sequence[int | None]
-    """For each layer: its segment, if any."""
-    representatives: Mapping[int, int]
-    """The layer that represents another, both by `layer_idx`."""
+    segments: Sequence[int | None]  # For each layer: its segment, if any.
+    representatives: Mapping[int, int]  # The layer that represents another, both by `layer_idx`.
     kinds: Sequence[Hashable] = ()
     """For each layer, what is equal for layers that do the same, where segments are cut: some of a segment's layers are
     skipped. Empty where segments are traced whole."""
@@ -106,8 +104,8 @@ class PartlyTraced:
         return layer
 
 
+# Forward, recomputation or backward, micro-batch, number of the stack, `layer_idx`.
 _Section = tuple[Phase, int, int, int]
-"""Forward, recomputation or backward, micro-batch, number of the stack, `layer_idx`."""
 
 
 @dataclass(frozen=True)
@@ -115,25 +113,20 @@ class _Copied:
     """The events of a traced layer's section, as a skipped layer repeats them."""
 
     rows: IntColumn
-    steps: IntColumn
-    """For each event: which neighbour made its storage, counted in layers from this one."""
-    slots: IntColumn
-    """Its storage, among those that a layer makes; -1 for none."""
-    far: _FarFrees | None = None
-    """What it lets go of for its whole segment."""
+    steps: IntColumn  # For each event: which neighbour made its storage, counted in layers from this one.
+    slots: IntColumn  # Its storage, among those that a layer makes; -1 for none.
+    far: _FarFrees | None = None  # What it lets go of for its whole segment.
 
 
 @dataclass(frozen=True)
 class _FarFrees:
     """What the first layer of a segment lets go of that far ones of the segment have made, all in one place."""
 
-    at: int
-    """Where among the events of the section: they are taken out there."""
-    row: int
-    """Of the tape that was traced."""
+    at: int  # Where among the events of the section: they are taken out there.
+    row: int  # Of the tape that was traced.
+    # For each kind of far layer, the slots of its storages, and a traced storage of each. Shared by the first layers
+    # that are alike: few of their segments were traced with layers of each kind.
     of_kinds: Mapping[Hashable, tuple[tuple[int, int], ...]]
-    """For each kind of far layer, the slots of its storages, and a traced storage of each. Shared by the first layers
-    that are alike: few of their segments were traced with layers of each kind."""
 
 
 @dataclass(frozen=True)
@@ -223,10 +216,8 @@ class _Expansion:
         yield section, start, len(columns)
 
     def _begin(self, section: _Section | None, row: int, start: int) -> int:
-        """Return where a section begins that was noticed in `row`; the one before it began in `start`.
-
-        transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
-        """
+        """Return where a section begins that was noticed in `row`; the one before it began in `start`."""
+        # transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
         if section is not None and section[0] is Phase.FORWARD:
             while row > start and (transfer := self._transfers.get(row - 1)) and transfer.kind is TransferKind.SEND:
                 row -= 1

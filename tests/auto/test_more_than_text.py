@@ -47,9 +47,8 @@ from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU
-from hf_ckpt.simulation.inputs import outline, with_values
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Step, outline, with_values
 from tests import zoo
 from tests.training import arguments, changed, llama, losses, weights
 

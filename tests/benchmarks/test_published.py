@@ -54,7 +54,7 @@ from benchmarks.published.summary import (
     time_summaries,
 )
 from hf_ckpt.simulation.cuda import autocast
-from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
+from hf_ckpt.simulation.fsdp_tape import FsdpTape
 from hf_ckpt.simulation.step_memory import Category
 from hf_ckpt.upstream.transformers import CACHE
 
@@ -397,7 +397,7 @@ def test_torchtitan_keeps_keys_and_values_of_each_head() -> None:
 def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     point = replace(STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"], tokens=16)
     wide = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
-    monkeypatch.setattr(torchtitan, "sent_in_float32", RankTape._sent_bytes)
+    monkeypatch.setattr(torchtitan, "sent_in_float32", FsdpTape._sent_bytes)
     narrow = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
     assert sum(wide) > sum(narrow)
 
