@@ -119,8 +119,7 @@ class TrainingSteps:
             # What they were like is known of the run's first step only.
             return False
         window.undo()
-        window.micro_batches[0].attributes.restore()
-        window.micro_batches[0].randomness.restore()
+        window.micro_batches[0].restore()
         return True
 
     def end_step(self) -> None:
@@ -229,8 +228,7 @@ class TrainingSteps:
         window.proof.begin_replay(first)
         try:
             for number, micro_batch in enumerate(window.micro_batches[first:], first):
-                micro_batch.attributes.restore()
-                micro_batch.randomness.restore()
+                micro_batch.restore()
                 generators = RandomState.of(*self._on_devices).others_than(micro_batch.randomness)
                 kept = names_of(window.kept_gradients(), self._model) if number == 0 else []
                 window.proof.check_start(generators, kept)
