@@ -65,20 +65,14 @@ _OPAQUE = frozenset(
 _WITH_SETTINGS = frozenset({"torch", "transformers", "accelerate", "peft"})
 
 
+@dataclass
 class Attributes:
     """What some objects held at one moment. See `AttributeSnapshots`."""
 
-    def __init__(
-        self,
-        noted: Sequence[tuple[_Held | _SmallContainers, Any]],
-        modules: _Modules,
-        in_modules: list[Any],
-        unknown: list[str],
-    ) -> None:
-        self._noted = noted
-        self._modules = modules
-        self._in_modules = in_modules
-        self._unknown = unknown
+    _noted: Sequence[tuple[_Held | _SmallContainers, Any]]
+    _modules: _Modules
+    _in_modules: list[Any]
+    _unknown: list[str]
 
     def without_large_tensors(self) -> Attributes:
         """Return the same, but for large tensors that modules hold: they are left as they are."""
@@ -202,18 +196,16 @@ class AttributeSnapshots:
 
 
 class _Kind(NamedTuple):
-    """What of an object may change."""
-
+    # Gets what is held, and its last note or None; returns a copy.
     read: Callable[[Any, Any], Any]
-    """Gets what is held, and its last note or None; returns a copy."""
+    # Gets what is held, and a note that it is to be like again.
     write: Callable[[Any, Any], object]
-    """Gets what is held, and a note that it is to be like again."""
+    # Whether what is in a note may change too: in a dictionary, or a list.
     is_open: bool = False
-    """Whether what is in a note may change too: in a dictionary, or a list."""
+    # Returns what is read and written.
     of: Callable[[Any], Any] = lambda value: value
-    """Returns what is read and written."""
+    # Whether it has changed since a note and cannot be brought back.
     is_lost: Callable[[Any, Any], bool] = lambda value, note: False
-    """Whether it has changed since a note and cannot be brought back."""
 
 
 class _Held:
@@ -241,7 +233,6 @@ class _Held:
         return len(before) != len(self._changeable) or not all(map(is_, before, self._changeable))
 
     def inside(self) -> Sequence[tuple[Any, Any]]:
-        """Return what it holds that may change too, by name."""
         if not self._changeable:
             return ()
         named = self.note.items() if type(self.note) is dict else enumerate(self.note)
@@ -249,11 +240,9 @@ class _Held:
         return found if len(found) <= _MOST_INSIDE else ()
 
     def write(self, note: Any) -> None:
-        """Bring back what it held."""
         self._kind.write(self.value, note)
 
     def is_lost(self, note: Any) -> bool:
-        """Whether it has changed and cannot be brought back."""
         return self._kind.is_lost(self.value, note)
 
 
@@ -282,7 +271,6 @@ class SavedTensor:
         return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
 
     def restore(self) -> None:
-        """Bring its values back, if there is a copy."""
         # Those who look at versions, as later micro-batches that have no copy, would take a write for a forward's.
         if self.copy is None or not self.has_other_values:
             return
@@ -328,12 +316,6 @@ def _put_settings_back(attributes: dict[str, Any], found: dict[str, Any]) -> Non
     attributes.update((name, value) for name, value in found.items() if type(value) in _IS_ATOM)
 
 
-def _put_length_back(items: Any, length: int) -> None:
-    # A list that has grown is cut.
-    if isinstance(items, list):
-        del items[length:]
-
-
 def _parts_of(value: Any, last: object) -> Any:
     match value:
         case partial():
@@ -359,7 +341,8 @@ _ROW = _ITEMS._replace(is_open=False)
 _NUMBERS = _Kind(lambda value, last: value[:], lambda value, note: value.__setitem__(slice(None), note))
 _LENGTH = _Kind(
     lambda value, last: len(value),
-    _put_length_back,
+    # A list that has grown is cut.
+    lambda value, note: value.__delitem__(slice(note, None)) if isinstance(value, list) else None,
     is_lost=lambda value, note: len(value) < note if isinstance(value, list) else len(value) != note,
 )
 # It cannot change itself, but hold what can.
@@ -462,7 +445,7 @@ class _Modules:
 
     def is_of(self, roots: Sequence[nn.Module]) -> bool:
         is_same = len(roots) == len(self._roots) and all(map(is_, roots, self._roots))
-        return is_same and self._is_current()
+        return is_same and self._has_same_names() and self._is_current()
 
     def looks_current(self) -> bool:
         """Whether as many modules are there; now and then, whether the same."""
@@ -473,8 +456,7 @@ class _Modules:
         return list(map(len, self._holders)) == self._num_children
 
     def _is_current(self) -> bool:
-        """Whether the same modules are there, with attributes of the same names."""
-        return self._has_same_names() and not self.names_of_new() and self.has_same_children()
+        return not self.names_of_new() and self.has_same_children()
 
     def has_same_children(self) -> bool:
         return self._children_now() == self._children
@@ -483,7 +465,7 @@ class _Modules:
         return list(chain.from_iterable(map(dict.values, self._holders)))
 
     def _has_same_names(self) -> bool:
-        """Whether no module has got or lost an attribute, but for those of which there are many."""
+        # But for modules of which there are many.
         return not self._is_stale and list(map(len, self._watched)) == self._num_watched
 
     def names_of_new(self) -> list[str]:
@@ -505,7 +487,6 @@ class _Modules:
             return []
 
     def looks_other(self) -> bool:
-        """See `_Held.looks_other`."""
         before, self.note = self.note, self._read()
         if not self._has_same_names():
             return True
@@ -519,12 +500,10 @@ class _Modules:
         return [each for each in self.note if type(each) not in _IS_ATOM]
 
     def inside(self) -> list[tuple[str, Any]]:
-        """See `_Held.inside`."""
         named = zip(self._names, self.note, strict=True)
         return [(f"{path}.{name}".strip("."), value) for (path, _, name), value in named if type(value) not in _IS_ATOM]
 
     def write(self, note: list[Any]) -> None:
-        """Bring back what they held."""
         for _, attributes, _, known in self._all:
             for name in _own_names(attributes, attributes.keys() - known):
                 del attributes[name]
@@ -564,7 +543,6 @@ class _SmallContainers:
 
     @staticmethod
     def takes(value: Any) -> bool:
-        """Whether a value is one of them."""
         if type(value) is dict:
             value = value.values()
         elif type(value) not in (list, set):
@@ -575,7 +553,6 @@ class _SmallContainers:
         return [[each.copy() for each in alike] for alike in self._all]
 
     def looks_other(self) -> bool:
-        """See `_Held.looks_other`."""
         # Numbers are rarely others than before, and to compare costs less than to copy.
         if self._all == self.note:
             return False
@@ -585,7 +562,6 @@ class _SmallContainers:
         return not _IS_ATOM.issuperset(map(type, values))
 
     def write(self, note: list[list[Any]]) -> None:
-        """Bring back what they held."""
         for container, noted in zip(chain(*self._all), chain(*note), strict=True):
             container.clear()
             (container.extend if type(container) is list else container.update)(noted)
