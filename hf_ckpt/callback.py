@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_text_batch
 from hf_ckpt.distributed import deepspeed, store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,
@@ -46,7 +45,9 @@ from hf_ckpt.structure.layers import is_sharded
 from hf_ckpt.structure.stored import ByModel
 from hf_ckpt.trainer import metrics
 from hf_ckpt.trainer.accelerates_checkpointing import hold_off_accelerates_checkpointing
+from hf_ckpt.trainer.batch import Batch, batch_of
 from hf_ckpt.trainer.folders import SaveWatch, checkpoint_folder, output_folder, resumed_folder
+from hf_ckpt.trainer.largest_text_batch import largest_text_batch
 from hf_ckpt.trainer.messages import Messages, say_who_governs
 from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
 from hf_ckpt.trainer.training_run import TrainingRun

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ckpt.auto.largest_batch_in_data import batch_of
 from hf_ckpt.distributed import deepspeed, store
 from hf_ckpt.errors import PlanMismatchError, PolicyError
 from hf_ckpt.patch import apply as patch
@@ -53,6 +52,7 @@ from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import RandomState, is_compiled
 from hf_ckpt.structure.layers import is_sharded
+from hf_ckpt.trainer.batch import batch_of
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.other_models import trained_beside

@@ -15,15 +15,8 @@ import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
+from hf_ckpt.auto.batch_of_forward import reads_text, with_inputs, without_adapter
 from hf_ckpt.auto.budgets import capacity_of_run, free_host_bytes, unknown_bytes
-from hf_ckpt.auto.largest_batch_in_data import (
-    Batch,
-    is_packing,
-    largest_text_batch,
-    reads_text,
-    with_inputs,
-    without_adapter,
-)
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, live_sharding, live_step, mixed_precision
 from hf_ckpt.auto.model_state import ModelState
@@ -54,7 +47,9 @@ from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.structure.layers import find_layers, is_sharded
 from hf_ckpt.structure.stored import ByModel
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+from hf_ckpt.trainer.largest_text_batch import is_packing, largest_text_batch
 from hf_ckpt.units import Budget
 
 logger = logging.getLogger(__name__)

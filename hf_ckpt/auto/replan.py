@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.model_state import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
@@ -38,6 +38,7 @@ from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.units import format_bytes
 from hf_ckpt.upstream.torch import disable_current_modes
 

@@ -12,9 +12,9 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.inputs import InputTensor, Settings
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.trainer.batch import InputTensor, Settings
 from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.torch import run_backward, tree_leaves
 from hf_ckpt.upstream.transformers import CACHE

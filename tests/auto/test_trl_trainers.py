@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import Trainer
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.auto.trainer_loss import TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
