@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
-from hf_ckpt.patch.interrupted_run import TrainCall
+from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
 from hf_ckpt.patch.switched_by_others import SwitchedByOthers
 from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic
 from hf_ckpt.policy.plan import Plan
@@ -126,7 +126,7 @@ class StackPatch:
         self.pending_errors = PendingErrors()
         self.tilings: list[Tiling] = []
         self.siblings: list[StackPatch] = [self]
-        self.train_call: TrainCall | None = None
+        self.train_call: TrainCall = NoCall()
         # Not where others act on the flag of a layer as if transformers' own checkpointing were on.
         self.uses_seam = True
         self.drops_cache = False
@@ -214,7 +214,8 @@ class StackPatch:
         if self._home is not None:
             undos.append(partial(delattr, self._home, HANDLE))
         self._changes, self._on_remove, self.hooks = [], [], []
-        self._home = self._hook = self.train_call = None
+        self._home = self._hook = None
+        self.train_call = NoCall()
         run_all(undos)
 
     def remove_if_over(self) -> bool:
@@ -222,7 +223,7 @@ class StackPatch:
 
         Returns whether it had: a run that ends otherwise does so itself.
         """
-        if self.train_call is None or self.train_call.is_running():
+        if not self.train_call.is_over():
             return False
         logger.info(LEFTOVER)
         run_all(patch.remove for patch in reversed(self.siblings))

@@ -27,6 +27,7 @@ from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.training_step import TrainingSteps
+from hf_ckpt.trainer.part import ChangePlan, Part, Planning
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.upstream.transformers import BETWEEN_STEPS
 
@@ -78,24 +79,26 @@ def why_not(trainer: Any, args: TrainingArguments, planning: RunPlanner | None =
     return why_not_alone(trainer, planning) if store.num_processes() > 1 else None
 
 
-class Recovery:
+class Recovery(Part):
     """Runs the steps of a Trainer so that they go on after they have run out of memory.
 
     Args:
         trainer: that trains.
         run: what is in force.
-        announce: gets a plan that was put in force.
+        change_plan: puts another plan in force.
         planning: of policy `auto`, which knows leaner plans.
         is_exact: forbid plans that add sums in another order.
         quiet_steps: see `Ladder`.
         why_not: no step is run again, but what ends the run ends all of its processes.
     """
 
+    changes_plans = is_alone = True
+
     def __init__(
         self,
         trainer: Any,
         run: TrainingRun,
-        announce: Callable[[Plan], None],
+        change_plan: ChangePlan,
         planning: RunPlanner | None,
         *,
         is_exact: bool,
@@ -104,7 +107,7 @@ class Recovery:
     ) -> None:
         self._trainer = trainer
         self._run = run
-        self._announce = announce
+        self._change_plan = change_plan
         self._planning = planning
         self._quiet_steps = quiet_steps
         self._call = train_call()
@@ -155,7 +158,7 @@ class Recovery:
     def is_over(self) -> bool:
         """Whether the call of `train()` that this belongs to has ended, in an error of somebody else's."""
         is_ours = bool(self._undos) and not self._run.is_removed
-        return not is_ours or (self._call is not None and not self._call.is_running())
+        return not is_ours or self._call.is_over()
 
     def __reduce__(self) -> tuple[Callable[[], Recovery], tuple[()]]:
         # A copy of the model leads here by its hooks, and one of the Trainer by its methods: that one runs them alone.
@@ -193,20 +196,17 @@ class Recovery:
     # --- Events. ---
 
     def begin_step(self) -> None:
-        """An optimizer step begins, before its first micro-batch."""
         self._steps.begin_step()
 
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
+    def end_optimizer_step(self) -> None:
         self._steps.end_step()
 
-    def plan_again(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan) -> None:
         """Policy `auto` has put another plan in force, for batches that are larger than before."""
         self._escalation.ladder = Ladder(plan, self._quiet_steps, self._room)
         self._escalation.num_switches += 1
 
     def figures(self) -> dict[str, float]:
-        """Return what the reporters get."""
         parts = (self._escalation, self._optimizer_steps, self._evaluation)
         num_recovered = sum(part.num_recovered for part in parts)
         return {"ckpt/oom_recovered": num_recovered, "ckpt/plan_switches": self._escalation.num_switches}
@@ -218,12 +218,9 @@ class Recovery:
         return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
 
     def _put_in_force(self, rung: Rung) -> None:
-        self._run.change_plan(rung.plan, is_alone=True)
+        self._change_plan(self, rung.plan)
         # What is proven of a plan is so in the first step under it, which is this one.
         self._run.applied.value_proof.begin_step()
-        if self._planning is not None:
-            self._planning.adopt(rung.plan)
-        self._announce(rung.plan)
 
     # --- Checkpoints. ---
 
@@ -248,9 +245,7 @@ class Recovery:
         if not is_same:
             logger.info("%s is of a run under another plan, and is left aside.", path)
             return
-        self._run.change_plan(self._escalation.ladder.rung.plan, is_alone=True)
-        if self._planning is not None:
-            self._planning.adopt(self._escalation.ladder.rung.plan)
+        self._change_plan(self, self._escalation.ladder.rung.plan)
         logger.info("The run that is resumed had run out of memory: its leaner plan is in force from the beginning.")
 
 
@@ -258,8 +253,8 @@ def begin(
     trainer: Any,
     args: TrainingArguments,
     run: TrainingRun,
-    announce: Callable[[Plan], None],
-    planning: RunPlanner | None,
+    change_plan: ChangePlan,
+    planning: Planning,
     *,
     is_exact: bool,
     quiet_steps: int,
@@ -268,7 +263,9 @@ def begin(
 
     `trainer` is None where it was not found. For the rest see `Recovery`.
     """
-    why = why_not(trainer, args, planning)
+    # A given policy knows no other plans.
+    planner: Any = planning if planning.changes_plans else None
+    why = why_not(trainer, args, planner)
     if why is not None and args.process_index == 0:
         then = "Running out of memory ends the run."
         if args.auto_find_batch_size:
@@ -276,7 +273,7 @@ def begin(
         logger.info('on_oom="escalate" is not in force here: %s. %s', why, then)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
     if why is None or (ends_others and not args.auto_find_batch_size):
-        return Recovery(trainer, run, announce, planning, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
+        return Recovery(trainer, run, change_plan, planner, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
     return None
 
 

@@ -26,6 +26,7 @@ from hf_ckpt.structure.attention_and_ffn import Shapes, parameter_shapes
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.input_gradients import input_embeddings
+from hf_ckpt.trainer.part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _PRODUCTS = ("mm", "addmm", "linear")
 """Operators that the linear layers of a model are made of."""
 
 
-class StepClock:
+class StepClock(Part):
     """Counts the tokens that training steps see and the seconds they take.
 
     Tokens are counted at the model's input embeddings, padding included. The first step is left out: it pays for
@@ -53,13 +54,11 @@ class StepClock:
         if embeddings is not None:
             self._hook = embeddings.register_forward_pre_hook(self._count)
 
-    def start_step(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:
         self._tokens_in_step = 0
         self._started = time.perf_counter()
 
     def end_step(self) -> None:
-        """A step ends."""
         if self._started is None:
             return
         if self._num_steps:

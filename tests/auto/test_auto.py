@@ -39,6 +39,7 @@ from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.largest_text_batch import largest_text_batch
+from hf_ckpt.trainer.parts import StepProof
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -253,8 +254,7 @@ def test_replaced_plan_is_checked_in_the_next_step(tmp_path: Path, plans_full: N
 
     class Watched(HFCkptCallback):
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            assert self._run is not None
-            watched = self._run._first_step
+            watched = next(part for part in self._parts if isinstance(part, StepProof))._first_step
             seen.append([] if watched is None else [str(entry.mode) for _, _, entry in watched._layers])
             super().on_pre_optimizer_step(*args, **kwargs)
 
