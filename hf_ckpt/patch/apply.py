@@ -473,9 +473,6 @@ def _switch_off_others(model: nn.Module, patches: list[StackPatch]) -> None:
         found += [name for name in OTHER_FLAGS if isinstance(vars(module).get(name), bool)]
         for name in found:
             path = clean_path(model, raw_path)
-            _patch_around(path, patches).set(path, module, name, False)
-
-
-def _patch_around(path: str, patches: list[StackPatch]) -> StackPatch:
-    """Return the patch of the stack whose owner holds the module at `path`; the first one's if none does."""
-    return next((patch for patch in patches if path.startswith(patch.path.rpartition(".")[0])), patches[0])
+            # That of the stack whose owner holds the module; the first one's if none does.
+            around = (patch for patch in patches if path.startswith(patch.path.rpartition(".")[0]))
+            next(around, patches[0]).set(path, module, name, False)

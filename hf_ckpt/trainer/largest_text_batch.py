@@ -86,7 +86,10 @@ def rounded(length: int, multiple: int) -> int:
 
 def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
     """Return what is known of a data set's rows, with so many of the longest ones; None where that is nothing."""
-    parts = [_lengths_of(part, num_rows) for part in parts_of(dataset)]
+    parts = [
+        (_of_examples if isinstance(part, list | tuple) and part else _of_columns)(part, num_rows)
+        for part in parts_of(dataset)
+    ]
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None
@@ -101,12 +104,6 @@ def parts_of(dataset: Any) -> list[Any]:
     if isinstance(dataset, ConcatDataset):
         return [part for each in dataset.datasets for part in parts_of(each)]
     return [dataset]
-
-
-def _lengths_of(part: Any, num_rows: int) -> Lengths | None:
-    if isinstance(part, list | tuple) and part:
-        return _of_examples(part, num_rows)
-    return _of_columns(part, num_rows)
 
 
 def stored_columns(dataset: Any) -> Sequence[str]:

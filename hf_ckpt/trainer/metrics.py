@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -161,27 +161,24 @@ def _reruns(entries: Sequence[LayerPlan]) -> Iterator[int]:
 def _recomputed_weights(entry: LayerPlan, layer: Layer, times: int, shapes: Shapes) -> int:
     tiled = tiled_modules(layer) if entry.tiles is not None else []
     # Tiles are recomputed by themselves, besides what the mode recomputes around them.
-    return _num_below(layer, tiled, shapes) + _weights_of_mode(entry, layer, times, shapes, tiled)
-
-
-def _weights_of_mode(entry: LayerPlan, layer: Layer, times: int, shapes: Shapes, tiled: Collection[str]) -> int:
+    in_tiles = _num_below(layer, tiled, shapes)
     whole = _num_weights(layer.module, shapes)
     attention = _num_below(layer, layer.attention, shapes)
     match entry.mode:
         case Mode.NONE:
-            return 0
+            return in_tiles
         case Mode.FULL:
-            return whole * times
+            return in_tiles + whole * times
         case Mode.SELECTIVE:
-            return _unsaved_weights(entry, layer, shapes)
+            return in_tiles + _unsaved_weights(entry, layer, shapes)
         case Mode.SELECTIVE_ATTENTION:
-            return whole
+            return in_tiles + whole
         case Mode.ATTENTION:
-            return attention
+            return in_tiles + attention
         case Mode.FFN if layer.ffn_is_inline:
-            return whole - attention
+            return in_tiles + whole - attention
         case Mode.FFN:
-            return _num_below(layer, [name for name in layer.ffn if name not in tiled], shapes)
+            return in_tiles + _num_below(layer, [name for name in layer.ffn if name not in tiled], shapes)
 
 
 def _unsaved_weights(entry: LayerPlan, layer: Layer, shapes: Shapes) -> int:
