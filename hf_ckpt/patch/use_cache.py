@@ -90,12 +90,10 @@ def restore_recorded(model: nn.Module) -> None:
 
 
 def skip_in_training_forwards(model: nn.Module, check: SharedIndexCheck) -> Iterator[RemovableHandle]:
-    """Place hooks that make no cache in training forwards unless the caller asks for one; configs stay as they are.
-
-    The arguments are set, not the configs: those are what others read and save at any time. All models inside are
-    reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
-    `check` stops the first forward if the cache would matter.
-    """
+    """Place hooks that make no cache in training forwards unless the caller asks for one; configs stay as they are."""
+    # The arguments are set, not the configs: those are what others read and save at any time. All models inside are
+    # reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
+    # `check` stops the first forward if the cache would matter.
     for module in modules_of(model):
         if isinstance(module, PreTrainedModel) and getattr(stored(module, "config"), _NAME, None) is not None:
             parameters = inspect.signature(module.forward).parameters

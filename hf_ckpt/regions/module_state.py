@@ -638,10 +638,8 @@ def _set_hooks(module: Any, was: Sequence[dict[int, Any]]) -> Callable[[], None]
 
 @contextmanager
 def gradient_hooks_put_back(tensors: Iterable[Any]) -> Iterator[None]:
-    """Let the hooks on the gradients of trainable tensors be, when the block ends, those that were there before it.
-
-    For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
-    """
+    """Let the hooks on the gradients of trainable tensors be, when the block ends, those that were there before it."""
+    # For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
     weights = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     before, number = _gradient_hooks(weights), RemovableHandle.next_id
     try:
@@ -683,11 +681,7 @@ def _gradient_hooks(weights: Sequence[Tensor]) -> list[tuple[tuple[tuple[int, An
 
 
 def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """Take off what was placed, and put back what was taken off.
-
-    A forward may exchange the hook that it placed the last time. Then it goes on with the handle of the new one, or
-    with the old one's if that is put back: either takes off both.
-    """
+    """Take off what was placed, and put back what was taken off."""
     now = dict(hooks)
     kept = {number for number in before if _is_in_force(number, now)}
     gone = [number for number in before if number not in kept and _is_in_force(number, before)]
@@ -700,6 +694,8 @@ def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> N
         (number, now[number] if number in kept else hook) for number, hook in before.items() if number in wanted
     )
     hooks.update((number, now[number]) for number in linked)
+    # A forward may exchange the hook that it placed the last time. Then it goes on with the handle of the new one, or
+    # with the old one's if that is put back: either takes off both.
     for new, old in zip(placed, gone, strict=False):
         hook = hooks[old]
         numbers = (*(hook.numbers if isinstance(hook, _Exchanged) else (old,)), new)
