@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from hf_ckpt.auto.largest_batch_in_data import forward_names, without_adapter
+from hf_ckpt.auto.batch_of_forward import forward_names, without_adapter
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import RecipeError, UnsupportedError

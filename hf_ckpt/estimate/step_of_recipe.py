@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
@@ -46,6 +45,7 @@ from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.upstream.transformers import attention_of, experts_of
 

@@ -22,8 +22,8 @@ from hf_ckpt.recovery.out_of_memory import Failure, Part, allocated_bytes, attem
 from hf_ckpt.upstream.torch import hidden_from_modes
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
+    from hf_ckpt.trainer.batch import Batch
 
 logger = logging.getLogger(__name__)
 

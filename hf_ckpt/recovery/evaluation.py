@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hf_ckpt.auto.largest_batch_in_data import without_adapter
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import (
     TrainerCall,

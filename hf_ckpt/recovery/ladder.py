@@ -26,8 +26,8 @@ from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.device_peak import DevicePeak
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
+    from hf_ckpt.trainer.batch import Batch
 
 # Layers are set to full in so many steps.
 _QUARTERS = 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.training_step import DataParallel, TrainingSteps
+from hf_ckpt.trainer.part import ChangePlan, Part, Planning
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.upstream.transformers import BETWEEN_STEPS
 
@@ -99,28 +99,38 @@ def _has_own(trainer: Any, name: str) -> bool:
     return getattr(type(trainer), name) is not getattr(Trainer, name)
 
 
-@dataclass(eq=False)
-class Recovery:
+class Recovery(Part):
     """Runs the steps of a Trainer so that they go on after they have run out of memory.
 
-    With a `_why_not` no step is run again, but what ends the run ends all of its processes.
+    Args:
+        trainer: that trains.
+        run: what is in force.
+        change_plan: puts another plan in force.
+        planning: of policy `auto`, which knows leaner plans.
+        is_exact: forbid plans that add sums in another order.
+        quiet_steps: see `Ladder`.
+        why_not: no step is run again, but what ends the run ends all of its processes.
     """
 
-    _trainer: Any
-    # What is in force.
-    _run: TrainingRun
-    # Gets a plan that was put in force.
-    _announce: Callable[[Plan], None]
-    # Of policy `auto`: knows leaner plans.
-    _planning: RunPlanner | None
-    # Forbid plans that add sums in another order.
-    _is_exact: bool
-    # See `Ladder`.
-    _quiet_steps: int
-    _why_not: str | None
+    changes_plans = is_alone = True
 
-    def __post_init__(self) -> None:
-        trainer, run, why_not = self._trainer, self._run, self._why_not
+    def __init__(
+        self,
+        trainer: Any,
+        run: TrainingRun,
+        change_plan: ChangePlan,
+        planning: RunPlanner | None,
+        *,
+        is_exact: bool,
+        quiet_steps: int,
+        why_not: str | None,
+    ) -> None:
+        self._trainer = trainer
+        self._run = run
+        self._change_plan = change_plan
+        self._planning = planning
+        self._is_exact = is_exact
+        self._quiet_steps = quiet_steps
         self._call = train_call()
         self._room = Room(self._planning, run.peak)
         ladder = Ladder(run.applied.plan, self._quiet_steps, self._room)
@@ -173,7 +183,7 @@ class Recovery:
     def is_over(self) -> bool:
         """Whether the call of `train()` that this belongs to has ended, in an error of somebody else's."""
         is_ours = bool(self._undos) and not self._run.is_removed
-        return not is_ours or (self._call is not None and not self._call.is_running())
+        return not is_ours or self._call.is_over()
 
     def __reduce__(self) -> tuple[Callable[[], Recovery], tuple[()]]:
         # A copy of the model leads here by its hooks, and one of the Trainer by its methods: that one runs them alone.
@@ -209,13 +219,12 @@ class Recovery:
     # --- Events. ---
 
     def begin_step(self) -> None:
-        """An optimizer step begins, before its first micro-batch."""
         self._steps.begin_step()
 
-    def end_step(self) -> None:
+    def end_optimizer_step(self) -> None:
         self._steps.end_step()
 
-    def plan_again(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan) -> None:
         """Policy `auto` has put another plan in force, for batches that are larger than before."""
         self._escalation.ladder = Ladder(plan, self._quiet_steps, self._room)
         self._escalation.num_switches += 1
@@ -232,12 +241,9 @@ class Recovery:
         return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
 
     def _put_in_force(self, rung: Rung) -> None:
-        self._run.change_plan(rung.plan, is_alone=True)
+        self._change_plan(self, rung.plan)
         # What is proven of a plan is so in the first step under it, which is this one.
         self._run.applied.value_proof.begin_step()
-        if self._planning is not None:
-            self._planning.adopt(rung.plan)
-        self._announce(rung.plan)
 
     # --- Checkpoints. ---
 
@@ -262,9 +268,7 @@ class Recovery:
         if not is_same:
             logger.info("%s is of a run under another plan, and is left aside.", path)
             return
-        self._run.change_plan(self._escalation.ladder.rung.plan, is_alone=True)
-        if self._planning is not None:
-            self._planning.adopt(self._escalation.ladder.rung.plan)
+        self._change_plan(self, self._escalation.ladder.rung.plan)
         logger.info("The run that is resumed had run out of memory: its leaner plan is in force from the beginning.")
 
 
@@ -272,8 +276,8 @@ def begin(
     trainer: Any,
     args: TrainingArguments,
     run: TrainingRun,
-    announce: Callable[[Plan], None],
-    planning: RunPlanner | None,
+    change_plan: ChangePlan,
+    planning: Planning,
     *,
     is_exact: bool,
     quiet_steps: int,
@@ -282,7 +286,9 @@ def begin(
 
     `trainer` is None where it was not found.
     """
-    why = why_not(trainer, args, planning)
+    # A given policy knows no other plans.
+    planner: Any = planning if planning.changes_plans else None
+    why = why_not(trainer, args, planner)
     if why is not None and args.process_index == 0:
         then = "Running out of memory ends the run."
         if args.auto_find_batch_size:
@@ -290,7 +296,7 @@ def begin(
         logger.info('on_oom="escalate" is not in force here: %s. %s', why, then)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
     if why is None or (ends_others and not args.auto_find_batch_size):
-        return Recovery(trainer, run, announce, planning, is_exact, quiet_steps, why)
+        return Recovery(trainer, run, change_plan, planner, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
     return None
 
 

@@ -43,8 +43,8 @@ from hf_ckpt.trainer.other_models import trained_beside
 from hf_ckpt.upstream.accelerate import set_sync_gradients
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
+    from hf_ckpt.trainer.batch import Batch
 
 # So many steps begin with a look for what a loss has made of its own: most do so in the first one.
 _LOOKS_BESIDE = 3

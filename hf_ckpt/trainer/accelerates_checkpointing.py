@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hf_ckpt.patch.instance_methods import method_before, set_method
+from hf_ckpt.structure.stored import replaced
 from hf_ckpt.upstream import accelerate
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,5 @@ def _prepare(
     plugin = accelerate.fsdp_plugin()
     if plugin is None or callback not in handler.callbacks:
         return prepare(*args, **kwargs)
-    asked, plugin.activation_checkpointing = plugin.activation_checkpointing, False
-    try:
+    with replaced(plugin, "activation_checkpointing", False):
         return prepare(*args, **kwargs)
-    finally:
-        plugin.activation_checkpointing = asked

@@ -25,7 +25,6 @@ import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PolicyError
 from hf_ckpt.auto import budgets
 from hf_ckpt.auto.budgets import AllocatorState, _usable
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.auto.replan import _rounded_up
 from hf_ckpt.auto.simulation_coverage import Coverage
 from hf_ckpt.errors import BudgetError, UnsupportedError
@@ -38,6 +37,9 @@ from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.fit import Capacity, capacity_of, judge
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.largest_text_batch import largest_text_batch
+from hf_ckpt.trainer.parts import StepProof
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -252,8 +254,7 @@ def test_replaced_plan_is_checked_in_the_next_step(tmp_path: Path, plans_full: N
 
     class Watched(HFCkptCallback):
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            assert self._run is not None
-            watched = self._run._first_step
+            watched = next(part for part in self._parts if isinstance(part, StepProof))._first_step
             seen.append([] if watched is None else [str(entry.mode) for _, _, entry in watched._layers])
             super().on_pre_optimizer_step(*args, **kwargs)
 

@@ -41,14 +41,15 @@ from transformers import (
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.auto import largest_multimodal_batch_in_data
-from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import Step, outline, with_values
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.trainer.batch import outline, with_values
 from tests import zoo
 from tests.training import arguments, changed, llama, losses, weights
 

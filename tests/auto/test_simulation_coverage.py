@@ -32,11 +32,12 @@ from transformers import (
 )
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, further_inputs
+from hf_ckpt.auto.batch_of_forward import further_inputs
 from hf_ckpt.auto.simulation_coverage import check_run
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.trainer.batch import Batch, batch_of
 from tests import zoo
 from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_ckpt import DataError, RecipeError, load_recipe
-from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.estimate.max_length_and_batch import with_length, with_rows
 from hf_ckpt.estimate.own_loss import ImageRows, largest_grid

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt import load_recipe
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.oom_report import Figures, OutOfMemoryRun, Part, RunWatch, explanation
@@ -22,6 +21,7 @@ from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
+from hf_ckpt.trainer.batch import Batch
 from tests import small_recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
