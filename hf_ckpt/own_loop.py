@@ -204,9 +204,9 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
             CUDA's context and torch's cache among it. What is free of the GPU if left out.
         exact: with `"auto"`, see `HFCkptCallback`. With any policy, False lets `step` chunk the head and run layers in
             tiles, where nothing else is leaner.
-        batch_size: with `"auto"`, rows of the largest micro-batch.
-        seq_length: with `"auto"`, tokens of its rows, padding included.
-        is_padded: with `"auto"`, whether rows may hold padding, so that the model gets a mask.
+        batch_size: with `"auto"`, sequences of the largest micro-batch.
+        seq_length: with `"auto"`, tokens of its sequences, padding included.
+        is_padded: with `"auto"`, whether sequences may hold padding, so that the model gets a mask.
         gradient_accumulation_steps: with `"auto"`, micro-batches of a step; 1 if left out.
         autocast: with `"auto"`, `"bfloat16"` or `"float16"` where the forward runs under autocast.
         optimizer: with `"auto"`, the optimizer of the model; AdamW is counted if left out.
@@ -284,7 +284,7 @@ def _why_not(model: nn.Module) -> str | None:
     if is_sharded(model) or deepspeed.is_sharded(model):
         return "the model is sharded by an engine"
     if any(isinstance(module, DistributedDataParallel) for module in modules):
-        return "DistributedDataParallel is around the model, which does not let go of a step half-way"
+        return "DistributedDataParallel is around the model, which cannot stop a step half-way"
     if any(map(is_compiled, modules)):
         return "the model is compiled, and a plan is not changed inside of it"
     return None

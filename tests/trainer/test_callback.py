@@ -188,8 +188,8 @@ def test_figures_of_offload_are_reported(tmp_path: Path, kind: str) -> None:
     assert losses(run) == expected_losses
     assert changed(expected_weights, weights(model)) == []
     report = used.report()
-    # Inputs of 2 rows of 8 tokens of 16 numbers, in two steps; the same buffers serve both. The last layer's stays, and
-    # with adapters the first one's: the embeddings' output is asked for a gradient, and stays for that.
+    # Inputs of 2 sequences of 8 tokens of 16 numbers, in two steps; the same buffers serve both. The last layer's
+    # stays, and with adapters the first one's: the embeddings' output is asked for a gradient, and stays for that.
     num_bytes = (3 if kind == "full fine-tune" else 2) * 2 * 8 * 16 * 4
     assert report["ckpt/offloaded_gib"] * 2**30 == pytest.approx(2 * num_bytes)
     assert report["ckpt/host_peak_gib"] * 2**30 == pytest.approx(num_bytes)
