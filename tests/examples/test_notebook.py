@@ -88,8 +88,10 @@ def fresh(tmp_path: Path) -> Path:
     python = folder / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip())
-    # Read after the environment's own folder, and without the files of theirs that lead to this checkout.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Theirs but for this package, and without the files of theirs that lead to this checkout.
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not (path.name.startswith("hf_ckpt") or path.suffix == ".pth" or (site / path.name).exists()):
+            (site / path.name).symlink_to(path)
     return python
 
 
