@@ -111,8 +111,8 @@ class HFCkptCallback(TrainerCallback):
         on_oom: `"escalate"`, the default with `"auto"`: a step that runs out of memory runs again under a leaner plan,
             with the same result (docs/out_of_memory.md; one process, or DDP). `"error"`, otherwise: the run ends.
         quiet_steps: steps without trouble after which a faster plan returns, for batches that there is room for.
-        quiet: show nothing on standard error; without it, a line or two of plan and peak as the run begins and ends,
-            where `disable_tqdm` is off.
+        quiet: show nothing on standard error. Without it, a line or two of plan and peak are shown as the run begins
+            and ends, where `disable_tqdm` is off; and a line where the policy overrules other checkpointing.
 
     Raises:
         PolicyError: the policy or the budget cannot be read.
@@ -200,7 +200,7 @@ class HFCkptCallback(TrainerCallback):
         # From here on a process that leaves is noticed by the others.
         watchdog.start()
         if (trainer := trainer_being_built()) is not None:
-            hold_off_accelerates_checkpointing(trainer, self)
+            hold_off_accelerates_checkpointing(trainer, self, is_quiet=self._messages.is_quiet)
         model = kwargs.get("model")
         if model is not None:
             # A call of a Trainer that goes on has put its plan on the model.
@@ -230,7 +230,7 @@ class HFCkptCallback(TrainerCallback):
         # In a search for hyperparameters each trial may have another model, which on_init_end has not seen.
         self._saved_files = SavedFiles.of(model) if is_whole else self._before_sharding.of(model)
         use_cache.restore_recorded(model)
-        say_who_governs(args)
+        say_who_governs(args, model, is_quiet=self._messages.is_quiet)
         dataloader = kwargs.get("train_dataloader")
         with watchdog.watched_training(train_call()) as watch:
             given = {"dataloader": dataloader, "optimizer": kwargs.get("optimizer")}

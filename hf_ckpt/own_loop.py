@@ -157,9 +157,9 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
             CUDA's context and torch's cache among it. What is free of the GPU if left out.
         exact: with `"auto"`, see `HFCkptCallback`. With any policy, False lets `step` chunk the head and run layers in
             tiles, where nothing else is leaner.
-        batch_size: with `"auto"`, rows of the largest micro-batch.
-        seq_length: with `"auto"`, tokens of its rows, padding included.
-        is_padded: with `"auto"`, whether rows may hold padding, so that the model gets a mask.
+        batch_size: with `"auto"`, sequences of the largest micro-batch.
+        seq_length: with `"auto"`, tokens of its sequences, padding included.
+        is_padded: with `"auto"`, whether sequences may hold padding, so that the model gets a mask.
         gradient_accumulation_steps: with `"auto"`, micro-batches of a step; 1 if left out.
         autocast: with `"auto"`, `"bfloat16"` or `"float16"` where the forward runs under autocast.
         optimizer: with `"auto"`, the optimizer of the model; AdamW is counted if left out.

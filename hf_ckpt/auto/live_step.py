@@ -35,8 +35,8 @@ NOT_SIMULATED = {
 """Fields of `TrainingArguments` that change what is held: the value without it, and why it is not followed."""
 
 SPLIT_SIZES = {
-    "cp_size": "each row",
-    "sp_size": "each row",
+    "cp_size": "each sequence",
+    "sp_size": "each sequence",
     "ep_size": "the experts",
 }
 """Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig` that are not simulated above 1, and

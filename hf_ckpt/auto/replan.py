@@ -164,8 +164,8 @@ class RunPlanner(Planning):
             exactness = Exactness(inexact_parts(self.plan), of_plain).describe()
             self._comparison = (
                 f"plain training would need {format_bytes(plain_bytes)}, your budget is "
-                f"{format_bytes(self.capacity.num_bytes)}, this plan needs {format_bytes(needed_bytes)}: {exactness} "
-                f"(predicted, for {batch.describe()})"
+                f"{format_bytes(self.capacity.num_bytes)}. This plan needs {format_bytes(needed_bytes)}, predicted for "
+                f"{batch.describe()}: {exactness}"
             )
 
     def start(self, batch: Batch, because: str = "") -> None:
@@ -204,7 +204,7 @@ class RunPlanner(Planning):
         if not fits:
             logger.warning(
                 "No plan fits %s for certain: this one needs least, and fits only by giving cached blocks back. "
-                "Use shorter rows, fewer of them, or a larger budget.",
+                "Use shorter sequences, fewer of them, or a larger budget.",
                 budget,
             )
         self._coverage.log(self._names_of_inputs(batch))
@@ -402,7 +402,7 @@ class RunPlanner(Planning):
             return
         found = simulator.evaluate()
         logger.info(
-            "Evaluation of %s: predicted peak %s; with compute_metrics each batch leaves %s on the device, until "
+            "Evaluation of %s: predicted peak %s. With compute_metrics each batch leaves %s on the device, until "
             "eval_accumulation_steps moves them to the host.",
             *(batch.describe(), format_bytes(found.memory.peak_bytes), format_bytes(found.kept_bytes)),
         )
@@ -419,7 +419,7 @@ class RunPlanner(Planning):
         examples = batch.rows // self._rows_per_example
         if examples > 1 and not batch.tensors:
             fits = largest(peak, self.capacity.reserved_bytes, start=examples // 2, most=examples - 1)
-        what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter rows'}, or raise the budget."
+        what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter sequences'}, or raise the budget."
         if fits is not None and fits.number:
             what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.needed_bytes)})."
         return (

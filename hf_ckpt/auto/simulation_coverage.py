@@ -193,7 +193,7 @@ def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> No
             f", or set {launched}=True in TrainingArguments" if launched in ("bf16", "fp16") else "",
         )
     if getattr(trainer, "is_model_parallel", False):
-        raise refuse("the model's layers lie on several devices, one of which is simulated")
+        raise refuse("the model's layers lie on several devices, and one is simulated")
     _check_replicas(args, model, configs)
     _check_host(args, fsdp_plugin())
 

@@ -151,7 +151,7 @@ def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options:
         kind = type(stand_in).__name__
         if isinstance(error, KeyError) and error.args[0] not in inputs:
             raise refuse(
-                f"{kind}.compute_loss reads {error} of a batch, of which what the model's forward takes is simulated"
+                f"{kind}.compute_loss reads {error} of a batch; only what the model's forward takes is simulated"
             ) from error
         raise refuse(
             f"{kind}.compute_loss cannot be simulated: of tensors without values it raises {type(error).__name__} "

@@ -286,7 +286,7 @@ class ImageRows(ModelInputs):
     def describe(self) -> str:
         """Return the bounds of a row in words."""
         images = "1 image" if self.max_images == 1 else f"{self.max_images} images"
-        return f"each row with {images} of {self.tokens_per_image:,} tokens"
+        return f"each sequence with {images} of {self.tokens_per_image:,} tokens"
 
 
 def largest_grid(most: int) -> tuple[int, int]:

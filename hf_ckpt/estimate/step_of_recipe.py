@@ -293,12 +293,12 @@ def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weight
 def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
     wanted = recipe.model.get("attn_implementation")
     if wanted not in (None, *_EVERYWHERE):
-        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a row and head"
+        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a token and head"
 
 
 def describe_rows(step: Step) -> str:
-    """Return a micro-batch in words, such as `2 rows of 2,048 tokens, padded`."""
-    rows = "1 row" if step.rows == 1 else f"{step.rows} rows"
+    """Return a micro-batch in words, such as `2 sequences of 2,048 tokens, padded`."""
+    rows = "1 sequence" if step.rows == 1 else f"{step.rows} sequences"
     how = ", packed" if step.is_packed else ", padded" if step.is_padded else ""
     return f"{rows} of {step.seq_length:,} tokens{how}"
 

@@ -139,7 +139,7 @@ def check_auto(recipe: Recipe, args: TrainingArguments) -> None:
 def effective_batch(args: TrainingArguments) -> str:
     """Return the effective batch over all processes, in words."""
     numbers = (args.train_batch_size, args.gradient_accumulation_steps, args.world_size)
-    names = (("row", "rows"), ("micro-batch", "micro-batches"), ("process", "processes"))
+    names = (("sequence", "sequences"), ("micro-batch", "micro-batches"), ("process", "processes"))
     parts = (f"{number} {one if number == 1 else many}" for number, (one, many) in zip(numbers, names, strict=True))
     total = math.prod(numbers)
-    return f"{' x '.join(parts)} = {total} {'row' if total == 1 else 'rows'} in each optimizer step"
+    return f"{' x '.join(parts)} = {total} {'sequence' if total == 1 else 'sequences'} in each optimizer step"

@@ -219,7 +219,7 @@ def _evaluation_that_fits(subject: Subject, device: Device, step: Step, usable: 
     if needed <= usable:
         return f"A batch of evaluation is predicted to need {format_bytes(needed)}, which fits; {kept}."
     found = largest(peak, usable, start=max(1, rows // 2), most=max(1, rows - 1))
-    what = "Evaluate shorter rows"
+    what = "Evaluate shorter sequences"
     if found.number:
         what = f"What fits: training.per_device_eval_batch_size={found.number} ({format_bytes(found.needed_bytes)})"
     return (

@@ -142,7 +142,7 @@ class Topic(Enum):
     """What is said once of a plan, and of those that take its place; nothing of it of simulated steps."""
 
     EMPTY_CACHE = "a cache that is asked for comes back empty"
-    PACKED_ROWS = "documents of a row attend to those before them"
+    PACKED_ROWS = "documents of a sequence attend to those before them"
     EVAL_MODE = "a forward keeps activations in eval mode"
 
 
@@ -200,10 +200,10 @@ class SharedIndexCheck:
             self._told.add(Topic.PACKED_ROWS)
         if begins_anew:
             logger.warning(
-                "Position ids begin again within a row, no attention_mask came, and use_cache is on: so transformers "
-                "lets each document of the row attend to those before it, with this plan and without. With "
-                "use_cache=False documents are kept apart, which is another loss. Say in the call or the config which "
-                "is meant: use_cache=False for packed documents."
+                "Position ids begin again within a sequence, no attention_mask came, and use_cache is on. So "
+                "transformers lets each document of the sequence attend to those before it, with this plan and "
+                "without. With use_cache=False documents are kept apart, which is another loss. Say in the call or the "
+                "config which is meant: use_cache=False for packed documents."
             )
 
     def enter(self, module: nn.Module, asked: object) -> None:

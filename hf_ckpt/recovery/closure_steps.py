@@ -234,7 +234,7 @@ def _why_not(model: nn.Module) -> str | None:
     if is_sharded(model) or deepspeed.is_sharded(model):
         return "the model is sharded by an engine"
     if any(isinstance(module, DistributedDataParallel) for module in modules):
-        return "DistributedDataParallel is around the model, which does not let go of a step half-way"
+        return "DistributedDataParallel is around the model, which cannot stop a step half-way"
     if any(map(is_compiled, modules)):
         return "the model is compiled, and a plan is not changed inside of it"
     return None

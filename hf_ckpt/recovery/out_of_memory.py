@@ -83,7 +83,7 @@ class Figures:
         unused = f" and {format_bytes(self.unused)} reserved without being used" if self.unused is not None else ""
         of = f", of {format_bytes(self.capacity)}" if self.capacity is not None else ""
         if self.allowed is not None:
-            of += f" of which {format_bytes(self.allowed)} are allowed"
+            of += f"; {format_bytes(self.allowed)} of it are allowed"
         more = f"; {format_bytes(self.wanted)} more were asked for" if self.wanted is not None else ""
         return f"{format_bytes(self.allocated)} were allocated{unused}{of}{more}."
 

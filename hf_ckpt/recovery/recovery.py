@@ -292,7 +292,7 @@ def begin(
     if why is not None and args.process_index == 0:
         then = "Running out of memory ends the run."
         if args.auto_find_batch_size:
-            then = "Where memory runs out, the Trainer begins again at its first step, with fewer rows."
+            then = "Where memory runs out, the Trainer begins again at its first step, with fewer sequences."
         logger.info('on_oom="escalate" is not in force here: %s. %s', why, then)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
     if why is None or (ends_others and not args.auto_find_batch_size):

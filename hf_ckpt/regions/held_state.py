@@ -457,7 +457,7 @@ class _Gone(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch has it disabled
         name = next((each._name for each in args if isinstance(each, _Gone)), "a tensor")
         raise ChangedSinceForwardError(
-            f"A region that is recomputed reads {name}, in the place of which its forward has put another tensor: what "
+            f"A region that is recomputed reads {name}, but its forward has put another tensor in its place. What "
             f"was there is not kept, as it has more than {SMALL_BYTES} bytes. Write into it in place, or leave the "
             "layer out of the policy."
         )

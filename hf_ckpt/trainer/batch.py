@@ -164,8 +164,8 @@ class Batch:
         return sum(each.num_bytes for each in self.tensors)
 
     def describe(self) -> str:
-        """Return rows, length and further inputs, such as `2 rows of 2,048 tokens`."""
-        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        """Return rows, length and further inputs, such as `2 sequences of 2,048 tokens`."""
+        rows = "1 sequence" if self.rows == 1 else f"{self.rows} sequences"
         length = f" of {self.length:,} tokens" if self.length else ""
         further = [each.describe() for each in self.tensors if each.shape != (self.rows, self.length)]
         further = [*(name for name in self.more if name not in (MASK, POSITIONS)), *further]

@@ -282,7 +282,9 @@ def test_evaluation_is_predicted(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "hf_ckpt"):
         trainer("DPO", "separate", tmp_path, auto(), per_device_eval_batch_size=4, **more).train()
     told = [
-        entry for entry in caplog.messages if entry.startswith("Evaluation of 8 rows of 59 tokens: predicted peak ")
+        entry
+        for entry in caplog.messages
+        if entry.startswith("Evaluation of 8 sequences of 59 tokens: predicted peak ")
     ]
     assert len(told) == 1
 

@@ -184,7 +184,7 @@ def test_bounds_say_before_what_the_largest_images_take(qwen3_vl: Path, tmp_path
     auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
     recipe = load_recipe(write_bounded(tmp_path, qwen3_vl, checkpointing=auto), overrides)
     found = subject_of(recipe)
-    assert dict(found.facts)["loss"] == "SFTTrainer.compute_loss; each row with 1 image of 4 tokens"
+    assert dict(found.facts)["loss"] == "SFTTrainer.compute_loss; each sequence with 1 image of 4 tokens"
     planning, peak_bytes = planned_and_followed(recipe)
     planned = planning.batch
     assert planned is not None
