@@ -105,7 +105,7 @@ class HFCkptCallback(TrainerCallback):
         prove: `"first_step"` proves in the first micro-batch of the first step under each plan, bit by bit, that each
             recomputation gives what the forward gave; n does so in steps 1, 1 + n, 1 + 2n and so on; `"off"` never.
             Costs the device about a third of a forward in such a step, and 16 MiB (ZeRO-3: some two forwards); where
-            the host is slower, as with few tokens, several forwards: 0.8 s of a 7B (docs/policies.md).
+            the host is slower, as with few tokens, several forwards: 0.8 s of a 7B (docs/proof.md).
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
             and not results, so by default this is only said.
         on_oom: `"escalate"`, the default with `"auto"`: a step that runs out of memory runs again under a leaner plan,
