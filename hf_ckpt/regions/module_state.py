@@ -418,8 +418,8 @@ class _Layout:
         numbers, names = self.hooks_now(), self.held.names()
         if numbers != self._kinds[0] or names is not self._kinds[1]:
             functions = chain(map(attrgetter("forward"), self.modules), *map(dict.values, self._hooks))
-            # Tools of torch (FLOP counters) only watch.
-            others = (each for each in functions if not str(getattr(each, "__module__", "")).startswith("torch.utils."))
+            # Tools of torch (FLOP counters) only watch, and so do this package's when they follow a step.
+            others = (each for each in functions if not _only_watches(each))
             self._kinds = numbers, names, {*names, *map(_code_of, others)}
         return self._kinds[2]
 
@@ -745,6 +745,10 @@ def is_ours(value: Any) -> bool:
     while isinstance(value, partial):
         value = value.func
     return str(getattr(value, "__module__", "")).partition(".")[0] == "hf_ckpt"
+
+
+def _only_watches(function: Any) -> bool:
+    return is_ours(function) or str(getattr(function, "__module__", "")).startswith("torch.utils.")
 
 
 def _code_of(function: Any) -> Hashable:
