@@ -270,7 +270,10 @@ def rounded(length: int, multiple: int) -> int:
 
 def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
     """Return what is known of a data set's rows, with so many of the longest ones; None where that is nothing."""
-    parts = [_lengths_of(part, num_rows) for part in _parts(dataset)]
+    parts = [
+        _of_examples(part, num_rows) if isinstance(part, list | tuple) and part else _of_columns(part, num_rows)
+        for part in _parts(dataset)
+    ]
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None
@@ -285,12 +288,6 @@ def _parts(dataset: Any) -> list[Any]:
     if isinstance(dataset, ConcatDataset):
         return [part for each in dataset.datasets for part in _parts(each)]
     return [dataset]
-
-
-def _lengths_of(part: Any, num_rows: int) -> Lengths | None:
-    if isinstance(part, list | tuple) and part:
-        return _of_examples(part, num_rows)
-    return _of_columns(part, num_rows)
 
 
 def stored_columns(dataset: Any) -> Sequence[str]:
@@ -320,7 +317,8 @@ def _further_inputs(part: Any, names: Container[str]) -> Iterator[str]:
         return
     ids = torch.as_tensor(example.get(_TOKENS, ()))
     for name, value in example.items():
-        if name not in (_TOKENS, _LABELS) and _is_row(value) and is_like_tokens(torch.as_tensor(value), ids):
+        is_row = isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(each, int) for each in value))
+        if name not in (_TOKENS, _LABELS) and is_row and is_like_tokens(torch.as_tensor(value), ids):
             yield name
 
 
@@ -339,20 +337,13 @@ def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> 
     return replace(batch, more=tuple(sorted({*more, *batch.more})), is_packed=is_packed)
 
 
-def _is_row(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(each, int) for each in value))
-
-
 def _of_examples(examples: Iterable[Any], num_rows: int) -> Lengths | None:
     if not all(isinstance(example, Mapping) and _TOKENS in example for example in examples):
         return None
-    lengths = [_num_tokens(example[_TOKENS]) for example in examples]
+    rows = [example[_TOKENS] for example in examples]
+    lengths = [int(ids.shape[-1]) if hasattr(ids, "shape") else len(ids) for ids in rows]
     has_padding = any(not all(map(int, example[_MASK])) for example in examples if _MASK in example)
     return Lengths(tuple(heapq.nlargest(num_rows, lengths)), min(lengths), has_padding)
-
-
-def _num_tokens(ids: Any) -> int:
-    return int(ids.shape[-1]) if hasattr(ids, "shape") else len(ids)
 
 
 def _of_columns(dataset: Any, num_rows: int) -> Lengths | None:

@@ -57,11 +57,7 @@ def follow_trainer(trainer: Trainer, *, at_step: int = 2, **structure: Any) -> S
 
 
 class _StepRecorder(TrainerCallback):
-    """Follows one step of a Trainer.
-
-    The events of a callback do not say where a micro-batch ends and clipping begins. So two methods of the Trainer, on
-    this instance, are replaced by those of this object.
-    """
+    """Follows one step of a Trainer."""
 
     def __init__(self, trainer: Trainer, at_step: int, structure: dict[str, Any]) -> None:
         self.memory: StepMemory | None = None
@@ -78,6 +74,8 @@ class _StepRecorder(TrainerCallback):
         found = {name: vars(self._trainer)[name] for name in _OWN_METHODS if name in vars(self._trainer)}
         self._get_batch_samples, self._training_step = (getattr(self._trainer, name) for name in _OWN_METHODS)
         self._trainer.add_callback(self)
+        # The events of a callback do not say where a micro-batch ends and clipping begins. So two methods of the
+        # Trainer, on this instance, are replaced by those of this object.
         try:
             for name in _OWN_METHODS:
                 setattr(self._trainer, name, getattr(self, name))
