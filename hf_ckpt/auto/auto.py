@@ -56,8 +56,7 @@ from hf_ckpt.units import Budget
 
 logger = logging.getLogger(__name__)
 
-_SMALL_LENGTH = 16
-"""Tokens of the rows that a user's loss is tried with where no batch is known."""
+_SMALL_LENGTH = 16  # Tokens of the rows that a user's loss is tried with where no batch is known.
 
 
 class Auto(PolicySource):
@@ -243,9 +242,9 @@ def _is_refused(error: Exception) -> bool:
     return is_refusal if store.num_processes() == 1 else any(store.all_gather(is_refusal, "falling back"))
 
 
+# What one rank finds, or the bounds for all of them: the bytes that a step may use, the largest batches (empty where
+# no bound is known), and the bytes of host memory that are free (None where that is not known).
 _RunLimits = tuple[int, list[Batch], int | None]
-"""What one rank finds, or the bounds for all of them: the bytes that a step may use, the largest batches (empty where
-no bound is known), and the bytes of host memory that are free (None where that is not known)."""
 
 
 @contextmanager

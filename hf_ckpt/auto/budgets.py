@@ -16,8 +16,7 @@ from hf_ckpt.simulation.devices import Device, workspace_bytes
 from hf_ckpt.simulation.fit import Capacity, capacity_of
 from hf_ckpt.units import Budget
 
-_HOST_LEFT_FREE = 2**30
-"""Bytes of host memory that are no plan's, whatever is free."""
+_HOST_LEFT_FREE = 2**30  # Bytes of host memory that are no plan's, whatever is free.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,12 @@ def unknown_bytes(device: Device, model: nn.Module, optimizer: Any, counted_byte
 def free_host_bytes(offload: Offload | None) -> int | None:
     """Return the bytes of host memory that this process may plan with; None where that is not known.
 
-    Processes of one machine share what is free there. `offload` is what the user grants; it may say to trust the
-    machine.
+    `offload` is what the user grants; it may say to trust the machine.
     """
     available = host_memory.available_bytes(trusts=offload is not None and offload.trust_host_memory)
     if available is None:
         return None
+    # Processes of one machine share what is free there.
     return max(0, available - _HOST_LEFT_FREE) // host_memory.num_local_processes()
 
 

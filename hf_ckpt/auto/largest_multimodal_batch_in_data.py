@@ -34,8 +34,7 @@ MAX_EXAMPLES = 2000
 """That are looked at, evenly spaced."""
 MAX_SECONDS = 10.0
 """For looking at them."""
-_MAX_BATCHES = 4
-"""Of the columns that differ most: each has largest examples of its own."""
+_MAX_BATCHES = 4  # Of the columns that differ most: each has largest examples of its own.
 
 
 def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: int) -> list[Batch]:

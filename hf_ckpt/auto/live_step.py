@@ -117,11 +117,13 @@ def given_optimizer(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in made.param_groups for parameter in group["params"]]
     is_whole = all(id(parameter) in names for parameter in parameters)
-    is_known, is_shared = _is_known(type(made)), sharding.engine not in ("none", "ddp")
+    kind, is_shared = type(made), sharding.engine not in ("none", "ddp")
+    # Whether it makes its state in `step()` alone, from parameters and gradients.
+    is_known = kind is Adafactor or (f"{kind.__module__}.".startswith("torch.optim.") and kind not in _NEED_MORE)
     if sharding.engine == "tp":
-        is_known = is_known and type(made) not in (Adafactor, getattr(torch.optim, "Muon", None))
+        is_known = is_known and kind not in (Adafactor, getattr(torch.optim, "Muon", None))
     if is_known and is_whole:
-        return GivenOptimizer(type(made), _groups(made, names))
+        return GivenOptimizer(kind, _groups(made, names))
     if args is not None and args.optim in SUPPORTED and sharding.engine != "tp" and _is_of_arguments(made, args, model):
         return None
     if not is_whole:
@@ -154,18 +156,13 @@ _NEED_MORE = {
 }
 
 
-def _is_known(kind: type) -> bool:
-    """Whether a class makes its state in `step()` alone, from parameters and gradients."""
-    return kind is Adafactor or (f"{kind.__module__}.".startswith("torch.optim.") and kind not in _NEED_MORE)
-
-
 def _groups(made: Any, names: dict[int, str]) -> tuple[tuple[tuple[str, ...], dict[str, Any]], ...]:
-    return tuple((tuple(names[id(each)] for each in group["params"]), _options(group)) for group in made.param_groups)
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    options = {name: value for name, value in group.items() if name != "params"}
-    return {name: float(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+    found = []
+    for group in made.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        numbers = {name: float(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+        found.append((tuple(names[id(each)] for each in group["params"]), numbers))
+    return tuple(found)
 
 
 def _is_of_arguments(made: Any, args: TrainingArguments, model: nn.Module) -> bool:
@@ -222,11 +219,9 @@ def syncs_each_batch(accelerator_config: Mapping[str, Any]) -> bool:
 
 
 def zero_of(config: Mapping[str, Any]) -> Zero:
-    """Return the sizes of a DeepSpeed configuration.
-
-    Before the Trainer replaces it, `auto` counts as 0: it makes a bucket of fewer elements than most weights have, and
-    keeps but the smallest weights whole.
-    """
+    """Return the sizes of a DeepSpeed configuration."""
+    # Before the Trainer replaces it, `auto` counts as 0: it makes a bucket of fewer elements than most weights have,
+    # and keeps but the smallest weights whole.
     zero = config.get("zero_optimization", {})
     asked: dict[str, Any] = {}
     for name in ("reduce_bucket_size", "sub_group_size", *_STAGE_3_SIZES):

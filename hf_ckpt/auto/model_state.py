@@ -88,8 +88,7 @@ class ModelState:
         return model
 
 
-_OF_ADAPTERS = (ACTIVE_ADAPTER, DISABLE_ADAPTERS, "merged_adapters")
-"""What a layer of PEFT says of its adapters."""
+_OF_ADAPTERS = (ACTIVE_ADAPTER, DISABLE_ADAPTERS, "merged_adapters")  # What a layer of PEFT says of its adapters.
 
 
 def _attention(model: nn.Module) -> str | None:

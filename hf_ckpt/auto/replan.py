@@ -45,13 +45,13 @@ from hf_ckpt.upstream.torch import disable_current_modes
 
 logger = logging.getLogger(__name__)
 
+# Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came.
 _STEPS_IN_A_DOUBLING = 8
-"""Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
 
+# A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, what it needs in all, whether that fits for
+# certain, where the peak lies, and what it is compared with: what a step without a plan needs, and its time as a share
+# of that one's; 0 where the plan was there before.
 _PlanMessage = tuple[str, int, int, bool, str, int, float]
-"""A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, what it needs in all, whether that fits for
-certain, where the peak lies, and what it is compared with: what a step without a plan needs, and its time as a share of
-that one's; 0 where the plan was there before."""
 
 
 @contextmanager

@@ -36,18 +36,16 @@ from hf_ckpt.upstream.accelerate import fsdp_plugin
 
 logger = logging.getLogger(__name__)
 
-_SMALL = 0.01
-"""Of the trained model: what another module on the device may have without being refused."""
-_TINY = 0.001
-"""Of the trained model: what tensors on their own may have without being named."""
+_SMALL = 0.01  # Of the trained model: what another module on the device may have without being refused.
+_TINY = 0.001  # Of the trained model: what tensors on their own may have without being named.
 _STEPS_LOOKED_AT = 2
 _FIXED = 'Use a fixed policy, such as HFCkptCallback("full")'
 _EXACT = ": none, full, attention, ffn, selective and selective_attention are exact to the bit under tensor parallelism"
+# The styles of transformers' plans whose steps were followed, and those made of the same operators.
 _TENSOR_PARALLEL = frozenset(
     "colwise colwise_gather_output colwise_rep rowwise rowwise_rep rowwise_split_input embedding_rowwise "
     "embedding_colwise replicated_with_grad_allreduce replicate".split()
 )
-"""The styles of transformers' plans whose steps were followed, and those made of the same operators."""
 _KEEPS_MORE = ("output_hidden_states", "output_attentions", "use_cache")
 
 

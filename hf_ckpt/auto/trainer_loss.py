@@ -159,8 +159,7 @@ def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options:
         ) from error
 
 
-_IGNORED = -100
-"""The label of a token that is no item."""
+_IGNORED = -100  # The label of a token that is no item.
 
 
 def _stand_in(trainer: Any, model: nn.Module, others: Mapping[str, nn.Module]) -> Any:
@@ -247,12 +246,10 @@ class _NumbersUnknown(TorchFunctionMode):
 
 
 def _use_cuda_kernels(copied: nn.Module) -> None:
-    """Let a copy of a model run trl's fused head as on CUDA, where a kernel of Triton works in place.
-
-    Elsewhere trl computes the same with operators of torch, and so it does on the tensors of a simulation: with several
-    float32 copies of each tile of logits, of up to 512 MiB, which CUDA never has. Functions are made anew: those of trl
-    stay as they are. Source: `trl/kernels/chunked_logprob.py`.
-    """
+    """Let a copy of a model run trl's fused head as on CUDA, where a kernel of Triton works in place."""
+    # Elsewhere trl computes the same with operators of torch, and so it does on the tensors of a simulation: with
+    # several float32 copies of each tile of logits, of up to 512 MiB, which CUDA never has. Functions are made anew:
+    # those of trl stay as they are. Source: `trl/kernels/chunked_logprob.py`.
     for module in copied.modules():
         forward = vars(module).get("forward")
         function = getattr(forward, "__func__", None)

@@ -243,8 +243,8 @@ _PLAIN_GENERATION: dict[str, object] = {
     "guidance_scale": None,
     "num_return_sequences": 1,
 }
+# Fields of the trainer's arguments with which its step was not followed: the value with which it was.
 _PLAIN_STEP: dict[str, object] = {"top_entropy_quantile": 1.0, "cast_lm_head_to_fp32": False, "sync_ref_model": False}
-"""Fields of the trainer's arguments with which its step was not followed: the value with which it was."""
 
 
 def _prompt_lengths(trainer: Any, dataset: Any) -> tuple[int, ...]:

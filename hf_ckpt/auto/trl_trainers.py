@@ -111,15 +111,13 @@ _Columns = tuple[str, ...]
 class _Preferences(ModelInputs):
     """Rows that are liked or not, and numbers for each example."""
 
-    columns: tuple[_Columns, ...]
-    """Of each row of an example: the columns that are joined to it."""
+    columns: tuple[_Columns, ...]  # Of each row of an example: the columns that are joined to it.
+    # Of each example, such as log-probabilities that were computed before training.
     numbers: tuple[tuple[str, torch.dtype], ...]
-    """Of each example, such as log-probabilities that were computed before training."""
-    has_completions: bool = True
-    """Whether the batch says which tokens are completions."""
+    has_completions: bool = True  # Whether the batch says which tokens are completions.
+    # Of KTO with an estimate of the KL divergence: the tokens of the longest row, and those of the longest row with
+    # another example's completion.
     kl_lengths: tuple[int, int] | None = None
-    """Of KTO with an estimate of the KL divergence: the tokens of the longest row, and those of the longest row with
-    another example's completion."""
 
     takes_more_than_text = False
 

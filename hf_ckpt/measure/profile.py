@@ -27,8 +27,7 @@ from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 from hf_ckpt.units import format_bytes
 
-_SELF = Path("/proc/self")
-"""What Linux tells of this process."""
+_SELF = Path("/proc/self")  # What Linux tells of this process.
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +282,6 @@ class LayerRange:
 class LayerRanges:
     """Records where the forward and the recomputation of each layer begin and end, while it is entered.
 
-    A recomputed layer does not run through its own hooks again, only through those of the modules inside of it. Its
-    recomputation begins where the first of them is entered in backward, and ends where the last one of its forward is
-    left, or where an exception leaves one of them: recomputation stops as soon as it has what backward needs.
-
     `stamp` is called at the beginning and the end of each range, `measure` at the end: it returns the bytes in use.
     With `is_named` torch's profiler shows the ranges as `hf_ckpt layer 3` and `recompute layer 3`.
     """
@@ -337,6 +332,9 @@ class LayerRanges:
             self._begin(stack, layer, is_recomputation)
         self._inside.append(module)
 
+    # A recomputed layer does not run through its own hooks again, only through those of the modules inside of it. Its
+    # recomputation begins where the first of them is entered in backward, and ends where the last one of its forward is
+    # left, or where an exception leaves one of them: recomputation stops as soon as it has what backward needs.
     def _leave(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
         if is_extra_run():
             return

@@ -56,11 +56,7 @@ def follow_trainer(trainer: Trainer, *, at_step: int = 2, **structure: Any) -> S
 
 
 class _StepRecorder(TrainerCallback):
-    """Follows one step of a Trainer.
-
-    The events of a callback do not say where a micro-batch ends and clipping begins. So two methods of the Trainer, on
-    this instance, are replaced by those of this object.
-    """
+    """Follows one step of a Trainer."""
 
     def __init__(self, trainer: Trainer, at_step: int, structure: dict[str, Any]) -> None:
         self.memory: StepMemory | None = None
@@ -77,6 +73,8 @@ class _StepRecorder(TrainerCallback):
         trainer = self._trainer
         self._get_batch_samples, self._training_step = trainer.get_batch_samples, trainer.training_step
         trainer.add_callback(self)
+        # The events of a callback do not say where a micro-batch ends and clipping begins. So two methods of the
+        # Trainer, on this instance, are replaced by those of this object.
         try:
             with (
                 replaced(trainer, "get_batch_samples", self.get_batch_samples),
