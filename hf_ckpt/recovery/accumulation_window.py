@@ -39,13 +39,10 @@ def one_of_each_device(model: nn.Module) -> list[Tensor]:
 
 
 class Buffers:
-    """The buffers of modules, and which of them forwards change.
-
-    Args:
-        are_sent: DistributedDataParallel writes to them, with the values that they have: only values tell, then.
-    """
+    """The buffers of modules, and which of them forwards change."""
 
     def __init__(self, *, are_sent: bool = False) -> None:
+        # DistributedDataParallel writes to them, with the values that they have: only the first values tell, then.
         self._are_sent = are_sent
         self._first: SavedBuffers | None = None
         self._modules: Sequence[nn.Module] = ()
@@ -54,7 +51,6 @@ class Buffers:
         self._changing: set[int] | None = None
 
     def of(self, modules: Sequence[nn.Module]) -> SavedBuffers:
-        """Return the buffers of some modules as they are."""
         if self._first is not None:
             return self._first
         if modules is not self._modules:
@@ -159,13 +155,12 @@ class Gradients:
         ]
 
     def drop_new(self) -> None:
-        """Let go of those that were not there."""
         for each, was, _ in self._seen:
             if was is None or was() is not each.grad:
                 each.grad = None
 
 
-class GradientsOfOthers:
+class GradientsOfOthers(Gradients):
     """Those of parameters that are not the model's, as of a loss: nobody need have set them to None before the window.
 
     Where they are there small ones are copied.
@@ -178,25 +173,22 @@ class GradientsOfOthers:
             if each.grad is not None and each.grad.nbytes <= _COPIED_BYTES
         ]
         copied = {id(each) for each, _ in self._copied}
-        self._rest = Gradients([each for each in parameters if id(each) not in copied])
+        super().__init__([each for each in parameters if id(each) not in copied])
 
     def fault(self) -> str | None:
-        """Return why they cannot be brought back; None if they can."""
-        if self._rest.are_written():
+        if self.are_written():
             return "it has added to large gradients that were there before, of weights that are not the model's"
         return None
 
     def restore(self) -> None:
-        """Bring them back."""
-        self._rest.drop_new()
+        self.drop_new()
         for each, saved in self._copied:
             each.grad = saved.tensor
             saved.restore()
 
     def new(self) -> list[nn.Parameter]:
-        """Return the parameters that have another gradient than they had."""
         others = (each for each, saved in self._copied if each.grad is not saved.tensor or saved.has_other_values)
-        return [*self._rest.new(), *others]
+        return [*super().new(), *others]
 
 
 class StepParameters:
@@ -238,7 +230,6 @@ class TrainerCall:
     kwargs: dict[str, Any]
 
     def __call__(self) -> Any:
-        """Run the method."""
         return self.method(*self.args, **self.kwargs)
 
     @property
@@ -261,10 +252,10 @@ class MicroBatch:
     randomness: RandomState
     attributes: Attributes
     buffers: SavedBuffers
+    # As accelerate counts micro-batches.
     syncs_gradients: bool
-    """As accelerate counts micro-batches."""
+    # To other processes.
     sends_gradients: bool
-    """To other processes."""
 
     def __post_init__(self) -> None:
         named = list(nested_named_tensors(self.call.inputs))
@@ -274,16 +265,13 @@ class MicroBatch:
         self._inputs = copy.copy(self.call.inputs)
 
     def again(self) -> TrainerCall:
-        """Return the call with its inputs as they came."""
         return self.call.with_inputs(copy.copy(self._inputs))
 
     def restore(self) -> None:
-        """Bring attributes and random states back."""
         self.attributes.restore()
         self.randomness.restore()
 
     def fault(self) -> str | None:
-        """Return what of it cannot be brought back; None if all can."""
         if written := [name for name, tensor, version in self._versions if tensor._version != version]:
             return f"the step has written to its inputs: {', '.join(written)}"
         large = "the step has written to large tensors that the Trainer holds"
@@ -309,12 +297,10 @@ def nested_named_tensors(batch: Any, name: str = "input") -> Iterator[tuple[str,
 
 
 def describe_inputs(inputs: Any) -> str:
-    """Return the shapes of the inputs of a step."""
     return describe_tensors(nested_named_tensors(inputs)) or "no tensors"
 
 
 def describe_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return shapes in words."""
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
 
 
@@ -340,7 +326,6 @@ class Window:
 
     @property
     def has_written_weights(self) -> bool:
-        """Whether weights have changed since its first micro-batch."""
         return list(map(_version, chain(self._parameters, self._others))) != self._versions
 
     def fault(self) -> str | None:

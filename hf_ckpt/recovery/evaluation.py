@@ -26,60 +26,14 @@ from hf_ckpt.upstream.transformers import LOSS_SHIFTS
 
 logger = logging.getLogger(__name__)
 
+# A label that no loss counts.
 _IGNORED = -100
-"""A label that no loss counts."""
-
-
-class Gathered:
-    """What a batch has gathered from other processes, which is sent once however often the batch runs again.
-
-    The Trainer counts the labels of all processes' batches, to divide the loss of each by: that of a part too, then.
-    """
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-        self.values: list[Any] = []
-        self.is_lost = False
-
-    @contextmanager
-    def once(self) -> Iterator[None]:
-        """Gather what has not been gathered yet."""
-        if self._accelerator.num_processes == 1:
-            yield
-            return
-        known = iter(list(self.values))
-        gather = self._accelerator.gather
-
-        def gathered(tensor: Any) -> Any:
-            value = next(known, None)
-            if value is None:
-                # An error in it does not tell whether the others have been sent something.
-                self.is_lost = True
-                value = gather(tensor)
-                self.is_lost = False
-                self.values.append(value)
-            return value
-
-        found = vars(self._accelerator).get("gather")
-        self._accelerator.gather = gathered
-        try:
-            yield
-        finally:
-            del self._accelerator.gather
-            if found is not None:
-                self._accelerator.gather = found
-
-
+# What `prediction_step` returns: loss, logits and labels.
 Prediction = tuple[Tensor | None, Any, Any]
-"""What `prediction_step` returns: loss, logits and labels."""
 
 
 class EvaluationRecovery:
-    """Runs the prediction steps of a Trainer.
-
-    Attributes:
-        num_recovered: batches that ran in parts, or once more.
-    """
+    """Runs the prediction steps of a Trainer. `num_recovered` batches ran in parts, or once more."""
 
     def __init__(self, trainer: Any) -> None:
         self.num_recovered = 0
@@ -87,7 +41,9 @@ class EvaluationRecovery:
         self._has_said = False
         self._snapshots = AttributeSnapshots(("", trainer))
         self._on_devices = one_of_each_device(trainer.model)
-        self._gathered = Gathered(trainer.accelerator)
+        # What the batch has gathered from other processes.
+        self._gathered: list[Any] = []
+        self._is_gathering = False
 
     def run(self, call: TrainerCall) -> Any:
         """Run a batch, and halves of it where memory runs out.
@@ -95,34 +51,24 @@ class EvaluationRecovery:
         Raises:
             OutOfMemoryError: not even one row fits, or what the step returns cannot be put together.
         """
-        self._gathered = Gathered(self._trainer.accelerator)
-        returned, failure = self._try(call)
-        if failure is None:
-            return returned
-        release_memory()
-        # What the allocator held in pieces is together again.
+        self._gathered, self._is_gathering = [], False
         returned, failure = self._try(call)
         if failure is not None:
-            returned = self._in_halves(call, failure)
-        self.num_recovered += 1
+            release_memory()
+            # What the allocator held in pieces is together again: first the whole once more.
+            returned = self._whole_or_in_halves(call)
+            self.num_recovered += 1
         return returned
-
-    def _whole_or_in_halves(self, call: TrainerCall) -> Any:
-        returned, failure = self._try(call)
-        if failure is None:
-            return returned
-        release_memory()
-        return self._in_halves(call, failure)
 
     def _try(self, call: TrainerCall) -> tuple[Any, Failure | None]:
         noted, randomness = self._snapshots.now(), RandomState.of(*self._on_devices)
         # A step may take entries out of what it is given.
         call = call.with_inputs(copy.copy(call.inputs))
-        with self._gathered.once():
+        with self._gathers_once():
             returned, failure = attempt(call)
         if failure is None:
             return returned, None
-        if self._gathered.is_lost:
+        if self._is_gathering:
             self._give_up(failure, call.inputs, "It was sending to the other processes.")
         if lost := noted.describe_lost("The step has written to the Trainer's tensors"):
             self._give_up(failure, call.inputs, f"{lost}.")
@@ -130,21 +76,60 @@ class EvaluationRecovery:
         randomness.restore()
         return None, failure
 
-    def _in_halves(self, call: TrainerCall, failure: Failure) -> Any:
+    def _whole_or_in_halves(self, call: TrainerCall) -> Any:
+        returned, failure = self._try(call)
+        if failure is None:
+            return returned
+        release_memory()
         inputs = call.inputs
         rows = _common_rows(inputs)
         if rows is None or rows < 2:
             why = "It is one sequence." if rows == 1 else "Its inputs cannot be split: they have no common batch size."
             self._give_up(failure, inputs, why)
-        self._say(inputs, failure)
-        found, weights = [], []
-        for part in (_rows(inputs, rows, 0, rows // 2), _rows(inputs, rows, rows // 2, rows)):
-            found.append(self._whole_or_in_halves(call.with_inputs(part)))
-            weights.append(self._num_counted(part))
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "Out of memory in the evaluation of %s. %s It goes on in halves: predictions and loss are those of the "
+                "whole up to rounding, if the loss is a mean over labels. per_device_eval_batch_size=%d avoids it.",
+                *(describe_inputs(inputs), failure.figures.describe(), rows // 2),
+            )
+        parts = _rows(inputs, rows, 0, rows // 2), _rows(inputs, rows, rows // 2, rows)
+        found = [self._whole_or_in_halves(call.with_inputs(part)) for part in parts]
         try:
-            return _joined(found, None if self._gathered.values else weights)
+            return _joined(found, None if self._gathered else list(map(self._num_counted, parts)))
         except ValueError as error:
             self._give_up(failure, inputs, f"In parts it would fit, but {error}.")
+
+    @contextmanager
+    def _gathers_once(self) -> Iterator[None]:
+        """Let a batch gather from other processes what it has not gathered yet, however often it runs again.
+
+        The Trainer counts the labels of all processes' batches, to divide the loss of each by: that of a part too.
+        """
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            yield
+            return
+        known = iter(list(self._gathered))
+        gather, found = accelerator.gather, vars(accelerator).get("gather")
+
+        def gathered(tensor: Any) -> Any:
+            value = next(known, None)
+            if value is None:
+                # An error in it does not tell whether the others have been sent something.
+                self._is_gathering = True
+                value = gather(tensor)
+                self._is_gathering = False
+                self._gathered.append(value)
+            return value
+
+        accelerator.gather = gathered
+        try:
+            yield
+        finally:
+            del accelerator.gather
+            if found is not None:
+                accelerator.gather = found
 
     def _num_counted(self, inputs: Any) -> float:
         """Return how many labels the loss of some rows is the mean of, as far as labels tell."""
@@ -153,25 +138,14 @@ class EvaluationRecovery:
         labels = inputs.get(names[0]) if len(names) == 1 and shifted is None else shifted
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return float(_common_rows(inputs) or 1)
-        if labels.dim() > 1 and shifted is None and self._loss_shifts():
+        # Losses of causal language models leave out the first label of each row.
+        shifts: bool | None = getattr(self._trainer, LOSS_SHIFTS, None)
+        if shifts is None:
+            name = type(without_adapter(self._trainer.model)).__name__
+            shifts = name.endswith(("ForCausalLM", "LMHeadModel"))
+        if labels.dim() > 1 and shifted is None and shifts:
             labels = labels[:, 1:]
         return float((labels != _IGNORED).sum())
-
-    def _loss_shifts(self) -> bool:
-        """Whether the loss leaves out the first label of each row, as those of causal language models do."""
-        of_trainer: bool | None = getattr(self._trainer, LOSS_SHIFTS, None)
-        if of_trainer is not None:
-            return of_trainer
-        return type(without_adapter(self._trainer.model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-    def _say(self, inputs: Any, failure: Failure) -> None:
-        if not self._has_said:
-            self._has_said = True
-            logger.warning(
-                "Out of memory in the evaluation of %s. %s It goes on in halves: predictions and loss are those of the "
-                "whole up to rounding, if the loss is a mean over labels. per_device_eval_batch_size=%d avoids it.",
-                *(describe_inputs(inputs), failure.figures.describe(), max(1, (_common_rows(inputs) or 2) // 2)),
-            )
 
     def _give_up(self, failure: Failure, inputs: Any, why: str) -> NoReturn:
         raise OutOfMemoryError(
@@ -201,19 +175,14 @@ def _rows(inputs: Mapping[str, Any], rows: int, start: int, stop: int) -> Any:
 def _joined(found: list[Prediction], weights: list[float] | None) -> Prediction:
     """Put parts together, whose losses are means with these weights, or parts of one sum."""
     losses, logits, labels = zip(*found, strict=True)
-    loss = torch.stack(losses).sum(0) if weights is None else _mean(losses, weights)
-    return loss, _concatenated(logits), _concatenated(labels)
-
-
-def _mean(losses: tuple[Tensor | None, ...], weights: list[float]) -> Tensor | None:
-    present = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if loss is not None and weight]
-    if not present:
-        return losses[0]
-    if len(present) < len(losses):
+    if weights is None:
+        loss = torch.stack(losses).sum(0)
+    else:
         # A part without a label has no mean.
-        return present[0][0]
-    total = sum(weight for _, weight in present)
-    return torch.stack([loss * (weight / total) for loss, weight in present]).sum(0)
+        pairs = [(each, weight) for each, weight in zip(losses, weights, strict=True) if each is not None and weight]
+        total = sum(weight for _, weight in pairs)
+        loss = torch.stack([each * (weight / total) for each, weight in pairs]).sum(0) if pairs else losses[0]
+    return loss, _concatenated(logits), _concatenated(labels)
 
 
 def _concatenated(parts: tuple[Any, ...]) -> Any:

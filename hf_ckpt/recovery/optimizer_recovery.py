@@ -38,20 +38,22 @@ from hf_ckpt.upstream.torch import (
 
 logger = logging.getLogger(__name__)
 
+# Elements of the weights that an optimizer's temporaries are measured with; their step counters have one.
 _NUMEL = 4096
-"""Elements of the weights that an optimizer's temporaries are measured with; their step counters have one."""
+# Those of torch that treat each weight by itself: all but LBFGS, Muon, and SparseAdam.
+_KNOWN = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor),
+)
 
 Group = dict[str, Any]
+# Weights with their groups.
 Part = list[tuple[Group, nn.Parameter]]
-"""Weights with their groups."""
 
 
 class OptimizerSteps:
-    """Runs the steps of a Trainer's optimizer.
-
-    Attributes:
-        num_recovered: steps that went on after memory had run out.
-    """
+    """Runs the steps of a Trainer's optimizer. `num_recovered` of them went on after memory had run out."""
 
     def __init__(self, trainer: Any) -> None:
         self.num_recovered = 0
@@ -84,14 +86,38 @@ class OptimizerSteps:
                 continue
             release_memory()
             if is_retried:
-                parts[:1] = self._halves(parts[0], failure, is_written=is_written)
+                if len(parts[0]) == 1:
+                    self._give_up(failure, is_written=is_written)
+                self._part_bytes = sum(weight.nbytes for _, weight in parts[0]) // 2
+                halves = _split(parts[0], self._part_bytes)
+                logger.warning(
+                    "Out of memory in the optimizer step of step %d, before anything of %s weights was written. It "
+                    "goes on in parts of %s and fewer, to the same result.",
+                    *(self._step, len(parts[0]), max(map(len, halves))),
+                )
+                parts[:1] = halves
             is_retried = True
         self.num_recovered += is_retried
         return None
 
+    def _is_known(self, groups: Sequence[Group]) -> bool:
+        """Whether the optimizer treats each weight by itself, calls nobody, and shows what it has written."""
+        optimizer = self._optimizer
+        every = (optimizer_pre_hooks, optimizer_post_hooks)
+        hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *itertools.chain(*every)]
+        if type(optimizer) not in _KNOWN or hooks or getattr(self._trainer.accelerator, "scaler", None) is not None:
+            return False
+        # Fused kernels write past the versions of tensors, but for the counters of these.
+        return isinstance(optimizer, torch.optim.Adam) or not any(group.get("fused") for group in groups)
+
     def _attempt(self, call: TrainerCall, part: Part, *, is_whole: bool) -> Failure | None:
         """Step for some weights. Returns why nothing was written, if so; raises if memory ran out after that."""
-        before = _WriteDetector(self._optimizer, part)
+        state = self._optimizer.state
+        new = [weight for _, weight in part if weight not in state]
+        # Where all have their state, nothing is made of it before the first write.
+        held = [weight for _, weight in part] if new else []
+        values = [value for weight in held if weight in state for value in state[weight].values()]
+        versions = [(each, each._version) for each in (*held, *values) if isinstance(each, Tensor)]
         _, failure = attempt(partial(self._try_temporaries, part))
         if failure is None:
             with _nothing_else(self._optimizer, part, is_whole=is_whole):
@@ -99,22 +125,29 @@ class OptimizerSteps:
             if failure is None:
                 return None
             makes_state = any(frame.f_code.co_name == MAKES_STATE for frame, _ in walk_tb(failure.error.__traceback__))
-            if not (makes_state and before.is_unwritten()):
+            counters = [float(state[weight].get("step", 0)) for weight in new if weight in state]
+            is_unwritten = bool(new) and all(each._version == was for each, was in versions) and not any(counters)
+            if not (makes_state and is_unwritten):
                 self._give_up(failure, is_written=True)
-        before.remove_new_state()
+        for weight in new:
+            # Half of a weight's state would be taken for the whole.
+            state.pop(weight, None)
         return failure
 
-    def _halves(self, part: Part, failure: Failure, *, is_written: bool) -> list[Part]:
-        if len(part) == 1:
-            self._give_up(failure, is_written=is_written)
-        self._part_bytes = sum(weight.nbytes for _, weight in part) // 2
-        halves = _split(part, self._part_bytes)
-        logger.warning(
-            "Out of memory in the optimizer step of step %d, before anything of %s weights was written. It goes on in "
-            "parts of %s and fewer, to the same result.",
-            *(self._step, len(part), max(map(len, halves))),
-        )
-        return halves
+    def _try_temporaries(self, part: Part) -> None:
+        """Allocate what the step will, group by group, and let go of it."""
+        state: list[Tensor] = []
+        for group, weights in _by_group(part):
+            if id(group) not in self._temporaries:
+                self._temporaries[id(group)] = Temporaries.of(self._optimizer, group)
+            needed = self._temporaries[id(group)]
+            if needed.state_share:
+                # It stays when the group is done with, and those that follow find less.
+                new = [weight for weight in weights if weight not in self._optimizer.state]
+                state += [_bytes_like(weight, needed.state_share) for weight in new]
+            at_once = weights if needed.is_at_once else [max(weights, key=lambda weight: weight.nbytes)]
+            kept = [_bytes_like(weight, needed.share) for weight in at_once]
+            kept.clear()
 
     def _give_up(self, failure: Failure, *, is_written: bool) -> NoReturn:
         if is_written:
@@ -125,39 +158,9 @@ class OptimizerSteps:
             f"Out of memory in the optimizer step of step {self._step}. {failure.figures.describe()} {state}"
         ) from failure.error
 
-    def _is_known(self, groups: Sequence[Group]) -> bool:
-        """Whether the optimizer treats each weight by itself, calls nobody, and shows what it has written."""
-        optimizer = self._optimizer
-        every = (optimizer_pre_hooks, optimizer_post_hooks)
-        hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *itertools.chain(*every)]
-        if type(optimizer) not in _KNOWN or hooks or getattr(self._trainer.accelerator, "scaler", None) is not None:
-            return False
-        # Fused kernels write past the versions of tensors, but for the counters of these.
-        counts = isinstance(optimizer, torch.optim.Adam)
-        return all(counts or not group.get("fused") for group in groups)
-
-    def _try_temporaries(self, part: Part) -> None:
-        """Allocate what the step will, group by group, and let go of it."""
-        state: list[Tensor] = []
-        for group, weights in _by_group(part):
-            if id(group) not in self._temporaries:
-                self._temporaries[id(group)] = Temporaries.of(self._optimizer, group)
-            needed = self._temporaries[id(group)]
-            # It stays when the group is done with, and those that follow find less.
-            state += needed.new_state([weight for weight in weights if weight not in self._optimizer.state])
-            needed.allocate(weights)
-
     @property
     def _step(self) -> int:
         return int(self._trainer.state.global_step) + 1
-
-
-_KNOWN = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
-    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor),
-)
-"""Those of torch that treat each weight by itself: all but LBFGS, Muon, and SparseAdam."""
 
 
 # --- Parts. ---
@@ -204,34 +207,6 @@ def _nothing_else(optimizer: torch.optim.Optimizer, part: Part, *, is_whole: boo
             group["params"] = weights
 
 
-class _WriteDetector:
-    """What tells whether a step has written to some weights or their state."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
-        self._state = optimizer.state
-        self._new = [weight for _, weight in part if weight not in optimizer.state]
-        # Where all have their state, nothing is made of it before the first write.
-        written = part if self._new else []
-        self._versions = [(tensor, tensor._version) for _, weight in written for tensor in self._tensors(weight)]
-
-    def _tensors(self, weight: nn.Parameter) -> Iterator[Tensor]:
-        yield weight
-        if weight in self._state:
-            yield from (value for value in self._state[weight].values() if isinstance(value, Tensor))
-
-    def is_unwritten(self) -> bool:
-        """Whether neither what was there nor the counters of new state show a write."""
-        if not self._new:
-            return False
-        counters = (self._state[weight].get("step", 0) for weight in self._new if weight in self._state)
-        return all(tensor._version == version for tensor, version in self._versions) and not any(map(float, counters))
-
-    def remove_new_state(self) -> None:
-        """Take away what was made of a weight's state: half of it would be taken for the whole."""
-        for weight in self._new:
-            self._state.pop(weight, None)
-
-
 # --- Temporaries. ---
 
 
@@ -239,12 +214,12 @@ class _WriteDetector:
 class Temporaries:
     """What a step needs besides weights, gradients and the state that there is."""
 
+    # Of the bytes of the weights.
     share: float
-    """Of the bytes of the weights."""
+    # Whether for all weights of a group at once, or one after the other.
     is_at_once: bool
-    """Whether for all weights of a group at once, or one after the other."""
+    # Of the bytes of a weight that has no state yet: what the step makes of it.
     state_share: float = 0.0
-    """Of the bytes of a weight that has no state yet: what the step makes of it."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: Group) -> Temporaries:
@@ -253,10 +228,9 @@ class Temporaries:
         is_at_once = group.get("foreach")
         if is_at_once is None and not group.get("fused"):
             is_at_once = all(weight.device.type == "cuda" for weight in weights)
-        options = {name: value for name, value in group.items() if name != "params"}
+        options = {name: value for name, value in group.items() if name not in ("params", "capturable")}
         if "foreach" in options and not options.get("fused"):
             options["foreach"] = bool(is_at_once)
-        options.pop("capturable", None)
         with hidden_from_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             twins = [nn.Parameter(torch.ones(_NUMEL, dtype=weights[0].dtype)) for _ in range(2)]
             for twin in twins:
@@ -264,32 +238,19 @@ class Temporaries:
             make: Any = type(optimizer)
             twin_optimizer = make([{**copy.deepcopy(options), "params": twins}])
             twin_optimizer.step()
-            state = [value for value in twin_optimizer.state[twins[0]].values() if isinstance(value, Tensor)]
+            state = twin_optimizer.state[twins[0]].values()
+            # Of one element are counters, on the host for the most part.
+            made_bytes = sum(each.nbytes for each in state if isinstance(each, Tensor) and each.numel() > 1)
             with _Peak() as peak:
                 twin_optimizer.step()
         num_bytes = twins[0].nbytes * (2 if is_at_once else 1)
         # That of Adafactor has rows and columns only, where a weight has two dimensions.
-        state_bytes = 0 if isinstance(optimizer, torch.optim.Adafactor) else sum(map(_nbytes_of_large, state))
-        return cls(peak.num_bytes / num_bytes, bool(is_at_once), state_bytes / twins[0].nbytes)
-
-    def new_state(self, weights: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return as much memory as the state of some weights needs."""
-        return [_bytes_like(weight, self.state_share) for weight in weights if self.state_share]
-
-    def allocate(self, weights: Sequence[nn.Parameter]) -> None:
-        """Allocate them for some weights, and let go of them."""
-        at_once = weights if self.is_at_once else [max(weights, key=lambda weight: weight.nbytes)]
-        kept = [_bytes_like(weight, self.share) for weight in at_once]
-        kept.clear()
+        state_share = 0.0 if isinstance(optimizer, torch.optim.Adafactor) else made_bytes / twins[0].nbytes
+        return cls(peak.num_bytes / num_bytes, bool(is_at_once), state_share)
 
 
 def _bytes_like(weight: nn.Parameter, share: float) -> Tensor:
     return torch.empty(math.ceil(share * weight.nbytes), dtype=torch.uint8, device=weight.device)
-
-
-def _nbytes_of_large(tensor: Tensor) -> int:
-    # Of one element are counters, on the host for the most part.
-    return tensor.nbytes if tensor.numel() > 1 else 0
 
 
 class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -304,16 +265,12 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
-        given = {id(tensor) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(output):
-            storage = tensor.untyped_storage()
+        given = set(map(id, tree_leaves((args, kwargs))))
+        for tensor in tree_leaves(output):
             # Of one element are counters and factors.
-            if id(tensor) not in given and storage.nbytes() >= _NUMEL:
+            if isinstance(tensor, Tensor) and id(tensor) not in given and tensor.untyped_storage().nbytes() >= _NUMEL:
+                storage = tensor.untyped_storage()
                 self._made[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}  # type: ignore[no-untyped-call]
         self.num_bytes = max(self.num_bytes, sum(num_bytes for _, num_bytes in self._made.values()))
         return output
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
