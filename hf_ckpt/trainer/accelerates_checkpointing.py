@@ -15,14 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def hold_off_accelerates_checkpointing(trainer: Any, callback: object) -> None:
-    """Leave out the activation checkpointing that accelerate wraps layers with, wherever a Trainer prepares its model.
-
-    The setting is that of the process, and so of all its Trainers: it is another one during that call alone.
-
-    Args:
-        trainer: that is being built.
-        callback: for as long as the Trainer has it.
-    """
+    """Leave out the activation checkpointing that accelerate wraps layers with, as long as a Trainer has a callback."""
     plugin = accelerate.fsdp_plugin()
     if plugin is not None and plugin.activation_checkpointing:
         logger.info("fsdp_activation_checkpointing is asked for too; the policy of HFCkptCallback governs.")
@@ -37,5 +30,6 @@ def _prepare(
     plugin = accelerate.fsdp_plugin()
     if plugin is None or callback not in handler.callbacks:
         return prepare(*args, **kwargs)
+    # The setting is that of the process, and so of all its Trainers: it is another one during this call alone.
     with replaced(plugin, "activation_checkpointing", False):
         return prepare(*args, **kwargs)
