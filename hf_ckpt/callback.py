@@ -48,7 +48,7 @@ from hf_ckpt.trainer import metrics
 from hf_ckpt.trainer.accelerates_checkpointing import hold_off_accelerates_checkpointing
 from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.folders import SaveWatch, checkpoint_folder, output_folder, resumed_folder
-from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+from hf_ckpt.trainer.input_gradients import choose_input_gradients, switch_input_gradients
 from hf_ckpt.trainer.messages import Messages, say_who_governs
 from hf_ckpt.trainer.part import Part, Planning, PolicySource, load
 from hf_ckpt.trainer.parts import BatchLengths, CacheOff, PlanFile, Regions, StepProof
@@ -251,7 +251,7 @@ class HFCkptCallback(TrainerCallback):
         planning = self._planning
         cache = CacheOff(run, of_trainer=args.use_cache)
         is_on = choose_input_gradients(run.model, run.applied.stacks, input_gradients)
-        run.applied.on_remove(InputGradients(run.model, is_on).restore)
+        _place(run, switch_input_gradients(run.model, is_on))
         # The order counts. The cache is off before anything looks at the model. What regions have found is raised
         # before planning says that a forward did not run, and both before a step is held against its plan, which may
         # have failed for these reasons. The clock starts once the hooks of the first step are placed. What recovery

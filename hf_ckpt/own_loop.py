@@ -25,8 +25,7 @@ from hf_ckpt.policy.options import (
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.trainer.first_step import FirstStep
-from hf_ckpt.trainer.part import Planning, load
-from hf_ckpt.trainer.training_run import ProvenPlans
+from hf_ckpt.trainer.part import Planning, ProvenPlans, load
 from hf_ckpt.units import parse_budget
 
 Returned = TypeVar("Returned")

@@ -286,3 +286,19 @@ def test_the_callback_loads_what_every_run_needs_and_no_more() -> None:
     """Who fails to import, for want of a name of another library, say, is to fail in the runs that ask for it."""
     rarely = ("hf_ckpt.recovery", "hf_ckpt.distributed.fsdp", "hf_ckpt.auto.trl_", "hf_ckpt.upstream.trl")
     assert [name for name in sorted(loaded_by({"hf_ckpt.callback"})) if name.startswith(rarely)] == []
+
+
+def test_a_loop_without_a_trainer_loads_none() -> None:
+    """Importing it takes seconds, and brings in peft and bitsandbytes."""
+    paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    trees = {name: tree_of(paths[name]) for name in loaded_by({"hf_ckpt.own_loop"})}
+    found = {
+        f"{name} imports {alias.name}"
+        for name, tree in trees.items()
+        for node in set(ast.walk(tree)) - deferred_nodes(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "transformers"
+        for alias in node.names
+        if alias.name.startswith(("Train", "Seq2SeqTrain"))
+    }
+    assert "hf_ckpt.trainer.part" in trees
+    assert found == set()

@@ -49,7 +49,7 @@ from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.structure.layers import find_layers, is_sharded
 from hf_ckpt.structure.stored import ByModel
 from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+from hf_ckpt.trainer.input_gradients import choose_input_gradients, switch_input_gradients
 from hf_ckpt.trainer.largest_text_batch import is_packing, largest_text_batch
 from hf_ckpt.trainer.part import Planning, PolicySource
 from hf_ckpt.units import Budget
@@ -166,7 +166,7 @@ class Auto(PolicySource):
         budget, batches, host_bytes = _agreed(read_limits)
         is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
         # They stay on the copy, and so are part of each simulated step.
-        InputGradients(shape, is_on)
+        switch_input_gradients(shape, is_on)
         rows_per_example = 1 if loss is None else loss.rows_per_example
 
         now = ModelState(model, shape, made, mixed_precision(args))

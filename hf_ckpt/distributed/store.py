@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What JSON can hold; tuples come as lists.
 Value = TypeVar("Value")
-"""What JSON can hold; tuples come as lists."""
 
+# How long one process waits for another at the end of a stage: as long as collectives do, if nothing else is said.
 DEFAULT_TIMEOUT_S = 1800
-"""How long one process waits for another at the end of a stage: as long as collectives do, if nothing else is said."""
 PATIENCE_S = 300
 """How long the first processes at a step of the callback wait for the last: reporters start before it.
 
 One that is watched is waited for as long as it is heard of: see `watchdog`.
 """
+# How long a process that failed waits to hear whether the others failed too.
 _GRACE_S = 20.0
-"""How long a process that failed waits to hear whether the others failed too."""
+# Stands for the value that a process did not set in time.
 _MISSING = "\0"
-"""Stands for the value that a process did not set in time."""
 
 
 # --- The stages of a run that a launcher started. ---

@@ -33,16 +33,16 @@ from hf_ckpt.upstream.torch import default_store
 
 logger = logging.getLogger(__name__)
 
+# How often a process looks whether another has failed, and whether its own training still runs, in seconds.
 _LOOK_S = 1.0
-"""How often a process looks whether another has failed, and whether its own training still runs, in seconds."""
+# How often in a row training must be found to run no longer: the stack is read while its thread changes it.
 _NUM_LOOKS = 5
-"""How often in a row training must be found to run no longer: the stack is read while its thread changes it."""
+# How long a process that fails waits at its end for the others to say so, in seconds: then the launcher ends them.
 _LINGER_S = 2.0
-"""How long a process that fails waits at its end for the others to say so, in seconds: then the launcher ends them."""
+# How long this process may take to end by itself, in seconds: gloo raises at once, NCCL does not.
 _GRACE_S = 15.0
-"""How long this process may take to end by itself, in seconds: gloo raises at once, NCCL does not."""
+# After how long without a beat a process is not waited for any longer, in seconds: as long as collectives wait.
 _SILENCE_S = 1800.0
-"""After how long without a beat a process is not waited for any longer, in seconds: as long as collectives wait."""
 
 IsHandled = Callable[[BaseException], bool] | None
 

@@ -46,7 +46,7 @@ from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+from hf_ckpt.trainer.input_gradients import choose_input_gradients, switch_input_gradients
 from hf_ckpt.upstream.transformers import attention_of, experts_of
 
 _SDPA = "sdpa"
@@ -154,7 +154,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     stacks = find_layers(model, **names)
     if recipe.checkpointing is not None:
         # As the callback does: where the embeddings' output needs gradients, the first layer holds more.
-        InputGradients(model, choose_input_gradients(model, stacks, checkpointing.input_require_grads))
+        switch_input_gradients(model, choose_input_gradients(model, stacks, checkpointing.input_require_grads))
     weights = weights_of(model)
     subject = Subject(
         title=shown(recipe.path),

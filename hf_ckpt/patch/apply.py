@@ -62,11 +62,11 @@ from hf_ckpt.upstream.transformers import FLAG, OTHER_FLAGS
 
 logger = logging.getLogger(__name__)
 
+# The paths of stacks, and how many layers each has.
 _Shapes = list[tuple[str, int]]
-"""The paths of stacks, and how many layers each has."""
 
+# What paths in a model with an adapter of PEFT begin with: of prompts that are learned, and of LoRA and its like.
 _ADAPTED = ("base_model.", "base_model.model.")
-"""What paths in a model with an adapter of PEFT begin with: of prompts that are learned, and of LoRA and its like."""
 
 
 class Applied:
@@ -235,14 +235,7 @@ def make_plan(
 
 
 def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove: Prove) -> Applied:
-    """Put a plan in force that was made for this model, or for one that it is a copy of. See `apply`.
-
-    Args:
-        model: carries no plan.
-        plan: of `make_plan`.
-        stacks: of the model.
-        prove: see `apply`.
-    """
+    """Put a plan in force that was made for this model, or for one that it is a copy of. It carries none yet."""
     check_offload_paths(plan, model)
     proof = ValueProof(parse_prove(prove))
     pending_errors = PendingErrors()
@@ -355,14 +348,7 @@ def remove(model: nn.Module) -> bool:
 
 
 def remove_leftover(model: nn.Module) -> bool:
-    """Take off a plan whose run has ended in an exception; one that was applied by hand stays, as does a running one.
-
-    Args:
-        model: the model that the run trained, or one around it.
-
-    Returns:
-        Whether there was such a plan.
-    """
+    """Take off a plan whose run an exception has ended, and return whether there was one; applied by hand, it stays."""
     # The first one removes those of the other stacks too.
     return sum(patch.remove_if_over() for patch in _patches(model)) > 0
 
@@ -391,11 +377,6 @@ def _patches(model: nn.Module) -> list[StackPatch]:
 
 def check_plan(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:
     """Refuse a plan that was made for another model.
-
-    Args:
-        plan: as it was read.
-        stacks: of the model.
-        model: the model.
 
     Raises:
         PolicyError: layers, their parts or the adapter around them are not those of the plan.

@@ -30,12 +30,12 @@ from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Layer, Stack, is_sharded, is_unit
 
+# A module, and what makes it carry its part of the plan.
 Setting = tuple[nn.Module, Callable[[], None]]
-"""A module, and what makes it carry its part of the plan."""
 
 
+# By stack and `layer_idx`: what moves the layer's activations, and the layer's position among those that use it.
 OffloadedLayers = dict[tuple[str, int], tuple[Offloader, int]]
-"""By stack and `layer_idx`: what moves the layer's activations, and the layer's position among those that use it."""
 
 
 def offloaded_layers(plan: Plan) -> OffloadedLayers:

@@ -54,8 +54,8 @@ HANDLE = "_hf_ckpt_applied"
 
 _ENGINES = frozenset({"torch", "accelerate", "deepspeed"})
 
+# Runs a function so that its activations are handled: `region(function, *args)`.
 Region = Callable[..., Any]
-"""Runs a function so that its activations are handled: `region(function, *args)`."""
 
 
 @dataclass
@@ -132,10 +132,8 @@ class StackPatch:
         self._is_logged = False
 
     def set(self, path: str, module: nn.Module, name: str, ours: object) -> None:
-        """Set an attribute on a module and remember what was there.
-
-        Layers that share a module want the same of it (`check_exact` has seen to that): the first one sets it.
-        """
+        """Set an attribute on a module and remember what was there."""
+        # Layers that share a module want the same of it (`check_exact` has seen to that): the first one sets it.
         if any(change.module is module and change.name == name for change in self._changes):
             return
         self._changes.append(Change(path, module, name, own(module, name), ours))
@@ -239,7 +237,12 @@ class StackPatch:
 
     def assert_in_force(self) -> None:
         """Bring the plan back where another library switched it off, or raise `PlanMismatchError` (new forward)."""
-        self._resume()
+        if self._is_paused:
+            # The last forward had no gradients.
+            for change in self._seams():
+                if change.ours:
+                    change.assert_again()
+            self._is_paused = False
         if self.segment_hooks is not None and self._home is not None:
             self.segment_hooks.place(self._home)
         self._replace_lost_seams()
@@ -281,11 +284,9 @@ class StackPatch:
             self._is_logged = True
 
     def pause(self) -> None:
-        """Switch the seam off for a forward without gradients in training mode.
-
-        transformers' seam drops the cache whenever the layer is in training mode, so that `generate()` between two
-        steps would give wrong tokens.
-        """
+        """Switch the seam off for a forward without gradients in training mode."""
+        # transformers' seam drops the cache whenever the layer is in training mode, so that `generate()` between two
+        # steps would give wrong tokens.
         # Of layers that keep everything too: another library may have switched it on, as trl does after it has asked a
         # reference.
         for change in self._seams():
@@ -304,13 +305,6 @@ class StackPatch:
                 "at 0 if they are to be off; if none follows, use torch.no_grad().",
                 self.path,
             )
-
-    def _resume(self) -> None:
-        if self._is_paused:
-            for change in self._seams():
-                if change.ours:
-                    change.assert_again()
-        self._is_paused = False
 
     def _seams(self) -> Iterator[Change]:
         return (change for change in self._changes if change.name == FLAG)
@@ -331,20 +325,21 @@ class SegmentHooks:
         for layer_idx in [layer_idx for layer_idx in self._indices if layer_idx < len(modules)]:
             outer = modules[layer_idx]
             is_hooked = is_unit(outer) or deepspeed.is_hooked(outer)
-            if is_hooked and not self._is_placed(layer_idx, outer) and not _holds_its_hooks(outer):
-                self._place_on(layer_idx, outer)
+            # Before transformers 5.23 the region of a layer takes in its own hooks, an engine's among them.
+            holds_its_hooks = SEAM_METHOD == "__call__" and runs_seam(outer)
+            if not is_hooked or holds_its_hooks or self._is_placed(layer_idx, outer):
+                continue
+            self._take_off(layer_idx)
+            runner = self._runner
+            first = outer.register_forward_pre_hook(partial(enter, runner, layer_idx), prepend=True, with_kwargs=True)
+            last = outer.register_forward_hook(partial(leave, runner, layer_idx))
+            self._hooks[layer_idx] = (outer, first, last)
 
     def _is_placed(self, layer_idx: int, outer: nn.Module) -> bool:
         if layer_idx not in self._hooks:
             return False
         module, first, last = self._hooks[layer_idx]
         return module is outer and first.id == next(iter(outer._forward_pre_hooks)) and last.id in outer._forward_hooks
-
-    def _place_on(self, layer_idx: int, outer: nn.Module) -> None:
-        self._take_off(layer_idx)
-        first = outer.register_forward_pre_hook(partial(enter, self._runner, layer_idx), prepend=True, with_kwargs=True)
-        last = outer.register_forward_hook(partial(leave, self._runner, layer_idx))
-        self._hooks[layer_idx] = (outer, first, last)
 
     def _take_off(self, layer_idx: int) -> None:
         for hook in self._hooks.pop(layer_idx, ())[1:]:
@@ -356,18 +351,11 @@ class SegmentHooks:
             self._take_off(layer_idx)
 
 
-def _holds_its_hooks(outer: nn.Module) -> bool:
-    """Whether the region of a layer takes in its own hooks, an engine's among them (transformers before 5.23)."""
-    return SEAM_METHOD == "__call__" and runs_seam(outer)
-
-
 def runs_seam(module: nn.Module) -> bool:
-    """Whether transformers' wrapper, which hands a layer's forward to its checkpoint function, is what runs.
-
-    It is not where somebody has assigned another `forward` to the class or to the layer.
-    """
+    """Whether transformers' wrapper, which hands a layer's forward to its checkpoint function, is what runs."""
     if not isinstance(module, GradientCheckpointingLayer):
         return False
+    # It is not where somebody has assigned another `forward` to the class or to the layer.
     forward = module.__dict__.get(FORWARD) if SEAM_METHOD == FORWARD else None
     if isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks":
         # It calls the class's. What it moves for each use must be there in the recomputation as well.

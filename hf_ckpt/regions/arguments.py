@@ -25,8 +25,8 @@ from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import BitSum, bit_sums, sums_differ
 from hf_ckpt.upstream.transformers import OTHER_CACHES
 
+# Objects that are read of one argument: what is behind them is not looked at.
 _MAX_READ = 500
-"""Objects that are read of one argument: what is behind them is not looked at."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
 _COUNTED = (dict, UserDict, list, tuple, set, frozenset, deque, UserList)
 _OPAQUE = (nn.Module, type, ModuleType, *_VALUES)

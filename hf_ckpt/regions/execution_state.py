@@ -58,8 +58,8 @@ from hf_ckpt.upstream.torch import (
     top_saved_tensors_hooks,
 )
 
+# The forward of a region: a function, or a `partial` that carries keyword arguments.
 Function = Callable[..., Any]
-"""The forward of a region: a function, or a `partial` that carries keyword arguments."""
 
 
 def keeps_activations(module: nn.Module) -> bool:
@@ -258,8 +258,8 @@ _HOST_GENERATORS: tuple[tuple[str, Callable[[], Any], Callable[[Any], None]], ..
     ("Python's", random.getstate, random.setstate),
     ("numpy's", partial(np.random.get_state, legacy=False), np.random.set_state),  # the global one
 )
+# That of the process, as its generators are.
 _LAST_READ: list[HostRandomState | None] = [None]
-"""That of the process, as its generators are."""
 
 
 def _memory_of(value: Any, kind: Any, most: int | None = None) -> Any:
@@ -593,8 +593,8 @@ class ConcurrentRun:
 
 
 _LOCK = threading.Lock()
+# The runs that go on now, of all models, as all of them share the generators.
 _RUNS: list[ConcurrentRun] = []
-"""The runs that go on now, of all models, as all of them share the generators."""
 
 
 _States = tuple[list[Tensor], HostRandomState]

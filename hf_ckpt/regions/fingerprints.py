@@ -32,19 +32,19 @@ from torch import Tensor, nn
 from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.upstream.torch import FakeTensor, hidden_from_dispatch, num_dispatch_modes
 
+# Bytes that are summed as one integer.
 _WORD = 8
-"""Bytes that are summed as one integer."""
+# Words up to which a tensor is weighted by place without sums.
 _DIRECT = 1 << 10
-"""Words up to which a tensor is weighted by place without sums."""
+# Words that are taken together where they are copied; a multiple of the width of the matrix.
 _PIECE = 1 << 19
-"""Words that are taken together where they are copied; a multiple of the width of the matrix."""
+# Bytes that are sketched together, at most four for each element.
 _SKETCHED_BYTES = 1 << 22
-"""Bytes that are sketched together, at most four for each element."""
 _BINS = 64
+# 2**64 over the golden ratio, as a signed number: mixes places.
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2**64 over the golden ratio, as a signed number: mixes places."""
+# Relative to the norms of the terms: far more than the error of sums in float32, and of their sketches.
 _SUM_ERROR = 2.0**-14
-"""Relative to the norms of the terms: far more than the error of sums in float32, and of their sketches."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -322,8 +322,8 @@ def _signed_sums(signs: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.vector_norm(signed), signed.sum(2)
 
 
+# The kernel that multiplies by float32 reads these itself.
 _PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
-"""The kernel that multiplies by float32 reads these itself."""
 
 
 def _line(num_elements: int) -> int:
@@ -385,11 +385,11 @@ def plain_tensors(value: Any) -> list[Tensor]:
 
 # --- Samples, and fingerprints that modes do not see. ---
 
+# Of a sample on the CPU.
 _NUM_BYTES = 64
-"""Of a sample on the CPU."""
 _Bytes = c_char * _NUM_BYTES
+# Of a sample on a device.
 _NUM_ELEMENTS = 256
-"""Of a sample on a device."""
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -488,26 +488,26 @@ def unobserved(
 
 # --- Sums of bits, in every step. ---
 
+# Tells the bits of a tensor, and where they are, from others; on a device a tensor, for which nobody waits.
 BitSum = int | bytes | Tensor
-"""Tells the bits of a tensor, and where they are, from others; on a device a tensor, for which nobody waits."""
 
+# Bytes of a tensor on the CPU up to which to hold them takes half the time of summing them.
 _AS_THEY_ARE = 1 << 12
-"""Bytes of a tensor on the CPU up to which to hold them takes half the time of summing them."""
 
+# Bytes up to which a tensor on the CPU is read past torch.
 _AS_BYTES = 1 << 16
-"""Bytes up to which a tensor on the CPU is read past torch."""
+# Elements up to which each is weighted by its place.
 _WEIGHTED = 1 << 15
-"""Elements up to which each is weighted by its place."""
+# Elements that are read in a row of a larger tensor.
 _BLOCK = 64
-"""Elements that are read in a row of a larger tensor."""
+# From one block to the next: a quarter is read. A prime, and no divisor of usual widths: each column is read in every
+# few rows. What is written to so many elements in a row, or to a column of some rows, is seen.
 _PERIOD = 257
-"""From one block to the next: a quarter is read. A prime, and no divisor of usual widths: each column is read in every
-few rows. What is written to so many elements in a row, or to a column of some rows, is seen."""
+# Elements from which on a sixteenth is read.
 _LARGE = 1 << 22
-"""Elements from which on a sixteenth is read."""
 _LARGE_PERIOD = 1031
+# Of a sparse sum, which is for differences that are all over a tensor: a MiB or two.
 _MAX_BLOCKS = 1 << 13
-"""Of a sparse sum, which is for differences that are all over a tensor: a MiB or two."""
 
 
 def bit_sums(

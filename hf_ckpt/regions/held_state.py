@@ -50,27 +50,27 @@ from hf_ckpt.upstream.torch import (
 )
 from hf_ckpt.upstream.transformers import IS_INITIALIZED, OF_MODELS
 
+# Raises an error: what has happened, and the names of what it has happened to.
 Refuse = Callable[[str, Sequence[str]], None]
-"""Raises an error: what has happened, and the names of what it has happened to."""
 
+# Attribute of a dispatch mode that is to be given the copies that are made here.
 COUNTS_COPIES = "_hf_ckpt_counts_copies"
-"""Attribute of a dispatch mode that is to be given the copies that are made here."""
+# See the note on copies. As many as a statistic of 4096 channels has.
 SMALL_BYTES = 16 * 1024
-"""See the note on copies. As many as a statistic of 4096 channels has."""
 _MOST_DEEP = 4
+# A longer container is a record, of which nothing is looked at but which items it has.
 _MOST_ITEMS = 1000
-"""A longer container is a record, of which nothing is looked at but which items it has."""
 _IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _PLAIN: tuple[Any, ...] = (*_IMMUTABLE, torch.layout, torch.memory_format, Number, Enum, range)
 _PLAIN += (FunctionType, BuiltinFunctionType, type)
 _COPIED: tuple[Any, ...] = (np.ndarray, array, bytearray, torch.Generator, random.Random, np.random.Generator)
 _COPIED += (np.random.RandomState, np.random.BitGenerator)
+# What is behind objects of theirs is not the layer's to write.
 _LIBRARIES = frozenset(
     "torch transformers accelerate peft bitsandbytes numpy deepspeed hf_ckpt threading _thread weakref".split()
 )
-"""What is behind objects of theirs is not the layer's to write."""
+# Exactly these modules read no attribute when they run.
 _HOLDERS = frozenset({nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity})
-"""Exactly these modules read no attribute when they run."""
 _OTHERS_NAMES = frozenset(vars(nn.Module())) - {"training"} | {
     # Of whoever checkpoints; the plan looks after that.
     "gradient_checkpointing",
@@ -81,10 +81,10 @@ _OTHERS_NAMES = frozenset(vars(nn.Module())) - {"training"} | {
     "in_features",
     "out_features",
 }
+# Of transformers' models (5.23): sizes, and what is for loading and sharding.
 _OF_TRANSFORMERS = OF_MODELS.union(
     "training name_or_path kernel_config loss_type vocab_size padding_idx all_tied_weights_keys".split()
 )
-"""Of transformers' models (5.23): sizes, and what is for loading and sharding."""
 _OTHERS_PREFIXES = ("_hf_ckpt", *ON_MODULES)
 
 

@@ -34,11 +34,11 @@ from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error
 from hf_ckpt.upstream.accelerate import HOOK
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 
+# Attribute of a module whose forward is a region.
 STATE = "_hf_ckpt_module_state"
-"""Attribute of a module whose forward is a region."""
 
+# Returns the shard that an engine keeps of weights that it gathers for each use.
 Values = Callable[[], Tensor]
-"""Returns the shard that an engine keeps of weights that it gathers for each use."""
 
 # Where an engine shards weights, changes of these are refused. The latter are of peft's layers; `scaling` is an
 # attribute of many attention modules too.
@@ -55,8 +55,8 @@ _GLOBAL_HOOKS = SimpleNamespace(
     _forward_pre_hooks_with_kwargs={},
 )
 _MAX_NAMES = 4
+# As many weights as a layer of Llama has, so that a full fine-tune samples all of them.
 _NUM_SAMPLED = 9
-"""As many weights as a layer of Llama has, so that a full fine-tune samples all of them."""
 _NUM_SHARDS = 4
 
 _OWNED = attrgetter("_modules", "_parameters", "_buffers")
@@ -166,11 +166,10 @@ class ModuleState:
         )
 
 
+# Forward hooks by the position of their module, if it has any: a dictionary for each of `_HOOKS`; see `_copied_hooks`.
 _Hooks = dict[int, list[dict[int, Any]]]
-"""Forward hooks by the position of their module, if it has any: a dictionary for each of `_HOOKS`; see
-`_copied_hooks`."""
+# Makes a change, and returns a function that undoes it.
 _Change = Callable[[], Callable[[], None]]
-"""Makes a change, and returns a function that undoes it."""
 
 
 class CallState:

@@ -20,8 +20,8 @@ from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import unobserved
 from hf_ckpt.upstream.torch import current_graph_task_id, queue_callback
 
+# Answers that wait at most after a backward: a MiB of the device, where each takes 512 bytes.
 _MAX_HELD = 2048
-"""Answers that wait at most after a backward: a MiB of the device, where each takes 512 bytes."""
 
 
 @dataclass(slots=True, frozen=True)

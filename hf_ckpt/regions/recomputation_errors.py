@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointError
 from hf_ckpt.errors import RecomputationError, shortened
 from hf_ckpt.upstream.torch import UNPACKED_BEFORE, is_out_of_memory
 
+# Other modes for the layer of a region, each with the modules that it recomputes of the region's, by name.
 OtherModes = Mapping[str, Sequence[str]]
-"""Other modes for the layer of a region, each with the modules that it recomputes of the region's, by name."""
 
 # Of torch's checkpoint it is the one that ends a recomputation early, whatever it is called.
 _SIGNALS = ("hf_ckpt.", "torch._dynamo.", "torch._subclasses.", "torch.fx.", "torch.utils.checkpoint.")

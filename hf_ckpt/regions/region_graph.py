@@ -18,13 +18,13 @@ from hf_ckpt.regions.module_state import gradient_hooks_away
 from hf_ckpt.regions.put_back import put_back
 from hf_ckpt.upstream.torch import sequence_number, will_engine_execute_node
 
+# What a gradient is for: an argument, by its place, or a weight, by its id.
 Key = Hashable
-"""What a gradient is for: an argument, by its place, or a weight, by its id."""
+# What the outputs of nodes stand for: arguments of a region.
 Goals = dict[tuple[Node, int], Key]
-"""What the outputs of nodes stand for: arguments of a region."""
 _CAST = "ToCopyBackward0"
+# Nodes, and which of the gradients that each returns is for what, with the node that gets it.
 Edges = list[tuple[Node, list[tuple[int, Key, Node]]]]
-"""Nodes, and which of the gradients that each returns is for what, with the node that gets it."""
 
 
 def goals_of(arguments: Mapping[int | str, Any]) -> Goals:

@@ -61,8 +61,8 @@ from hf_ckpt.regions.recompute import (
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
 
+# The tensors that a layer returns, by their index; with snapshots only those that the next layer takes.
 Outputs = Sequence[Tensor] | Mapping[int, Tensor]
-"""The tensors that a layer returns, by their index; with snapshots only those that the next layer takes."""
 
 
 class SegmentRunner(threading.local):

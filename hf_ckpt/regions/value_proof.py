@@ -52,22 +52,22 @@ from hf_ckpt.upstream.torch import StopRecomputation, current_graph_task_id, hid
 
 logger = logging.getLogger(__name__)
 
+# Hides what runs in a block from modes.
 _unobserved = partial(unobserved, hidden_from_modes)
-"""Hides what runs in a block from modes."""
 
+# Forwards without a backward after which a region is checked less often: in one of each step, and without steps in the
+# 4th, 8th, 16th ... forward.
 _TRIES = 3
-"""Forwards without a backward after which a region is checked less often: in one of each step, and without steps in the
-4th, 8th, 16th ... forward."""
+# Units of rounding, relative to the norm, by which results of nondeterministic kernels may differ.
 NOISE = 8.0
-"""Units of rounding, relative to the norm, by which results of nondeterministic kernels may differ."""
+# That measure the noise of nondeterministic kernels. With the recomputation they are nine: a result that one run in
+# three gives, and the others do not, is missing from them, or all there is, in one case of forty: (2/3)**9 + 3**-9.
 MOST_RUNS = 8
-"""That measure the noise of nondeterministic kernels. With the recomputation they are nine: a result that one run in
-three gives, and the others do not, is missing from them, or all there is, in one case of forty: (2/3)**9 + 3**-9."""
+# Times the largest difference between such runs that a forward may be off.
 ALLOWED = 4
-"""Times the largest difference between such runs that a forward may be off."""
 
+# Returns the proof of a call, from the region, the function that it calls and the tensors that the function gets.
 CallProofFactory = Callable[["RegionProof", Function, Sequence[Any]], "CallProof | None"]
-"""Returns the proof of a call, from the region, the function that it calls and the tensors that the function gets."""
 
 
 class ValueProof:
@@ -666,5 +666,5 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
+# Hooks that keep what is saved, and hide it from the hooks around them.
 KEEP = _detached, _as_it_is
-"""Hooks that keep what is saved, and hide it from the hooks around them."""

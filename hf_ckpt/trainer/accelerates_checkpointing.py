@@ -13,14 +13,9 @@ from hf_ckpt.upstream import accelerate
 
 
 def hold_off_accelerates_checkpointing(trainer: Any, callback: object, *, is_quiet: bool) -> None:
-    """Leave out the activation checkpointing that accelerate wraps layers with, wherever a Trainer prepares its model.
+    """Leave out the activation checkpointing that accelerate wraps layers with, as long as a Trainer has a callback.
 
-    The setting is that of the process, and so of all its Trainers: it is another one during that call alone.
-
-    Args:
-        trainer: that is being built.
-        callback: for as long as the Trainer has it.
-        is_quiet: say what is overruled in the log only.
+    `is_quiet`: say what is overruled in the log only.
     """
     plugin = accelerate.fsdp_plugin()
     if plugin is not None and plugin.activation_checkpointing:
@@ -36,5 +31,6 @@ def _prepare(
     plugin = accelerate.fsdp_plugin()
     if plugin is None or callback not in handler.callbacks:
         return prepare(*args, **kwargs)
+    # The setting is that of the process, and so of all its Trainers: it is another one during this call alone.
     with replaced(plugin, "activation_checkpointing", False):
         return prepare(*args, **kwargs)

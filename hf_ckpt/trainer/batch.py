@@ -19,10 +19,10 @@ from hf_ckpt.upstream.torch import disable_current_modes
 
 TOKENS, MASK, POSITIONS, LABELS = "input_ids", "attention_mask", "position_ids", "labels"
 
+# Of whole numbers with so many elements the values are kept: tokens, their types and positions, sizes of images.
 _MAX_VALUES = 2**20
-"""Of whole numbers with so many elements the values are kept: tokens, their types and positions, sizes of images."""
+# Numbers in a row of a table of sizes, such as time, height and width of an image.
 _MAX_SIZES = 4
-"""Numbers in a row of a table of sizes, such as time, height and width of an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def _is_within(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
     return len(small) <= len(large) and all(map(le, small, large))
 
 
+# Plain values that a forward is called with besides tensors, by name, such as `return_loss`.
 Settings = tuple[tuple[str, Hashable], ...]
-"""Plain values that a forward is called with besides tensors, by name, such as `return_loss`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,14 +37,14 @@ from hf_ckpt.upstream.torch import BACKWARDS, current_graph_task_id, is_transfor
 
 logger = logging.getLogger(__name__)
 
+# The region of what runs in tiles besides the ffn: norms and linear projections, with adapters in them.
 _TILES = "tiles"
-"""The region of what runs in tiles besides the ffn: norms and linear projections, with adapters in them."""
 _REGIONS = ("layer", "attention", "ffn", _TILES)
+# Parameters that a message names; more would bury the sentence.
 _SHOWN = 4
-"""Parameters that a message names; more would bury the sentence."""
 
+# A layer, by its place among all of them, and a region of it.
 _Key = tuple[int, str]
-"""A layer, by its place among all of them, and a region of it."""
 
 
 class _Run(Enum):

@@ -22,22 +22,11 @@ from hf_ckpt.structure.stored import adapter_configs
 logger = logging.getLogger(__name__)
 
 
-class InputGradients:
-    """A hook that switches gradients of the input embeddings' output on, or off where another library has them on.
-
-    None leaves them as they are.
-    """
-
-    def __init__(self, model: nn.Module, is_on: bool | None) -> None:
-        self._hook: RemovableHandle | None = None
-        if is_on is not None and (embeddings := input_embeddings(model)) is not None:
-            # Placed last, so that it sees what the hook of `enable_input_require_grads` has done.
-            self._hook = embeddings.register_forward_hook(partial(_set_requires_grad, is_on))
-
-    def restore(self) -> None:
-        """Take the hook off again."""
-        if self._hook is not None:
-            self._hook.remove()
+def switch_input_gradients(model: nn.Module, is_on: bool | None) -> list[RemovableHandle]:
+    """Place a hook that has gradients of the input embeddings' output on or off; none where that is None."""
+    embeddings = None if is_on is None else input_embeddings(model)
+    # Placed last, so that it sees what the hook of `enable_input_require_grads` has done.
+    return [] if embeddings is None else [embeddings.register_forward_hook(partial(_set_requires_grad, is_on))]
 
 
 def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested: bool | None) -> bool | None:
@@ -81,9 +70,9 @@ def input_embeddings(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def _set_requires_grad(is_on: bool, module: nn.Module, args: Any, output: Any) -> None:
+def _set_requires_grad(is_on: bool | None, module: nn.Module, args: Any, output: Any) -> None:
     if not (isinstance(output, Tensor) and output.is_floating_point() and module.training and torch.is_grad_enabled()):
         return
     # A tensor that was computed from trainable embeddings keeps its gradient in any case.
     if output.is_leaf:
-        output.requires_grad_(is_on)
+        output.requires_grad_(bool(is_on))

@@ -26,14 +26,14 @@ from hf_ckpt.structure.attention_and_ffn import Shapes, parameter_shapes
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.input_gradients import input_embeddings
-from hf_ckpt.trainer.part import Part
+from hf_ckpt.trainer.part import ChangePlan, Part
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
+# Operators that the linear layers of a model are made of.
 _PRODUCTS = ("mm", "addmm", "linear")
-"""Operators that the linear layers of a model are made of."""
 
 
 class StepClock(Part):
@@ -43,16 +43,16 @@ class StepClock(Part):
     allocations and for the check of the plan.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self.num_tokens = 0
         self.seconds = 0.0
         self._num_steps = 0
         self._tokens_in_step = 0
         self._started: float | None = None
+
+    def place_hooks(self, model: nn.Module, change_plan: ChangePlan) -> Iterable[RemovableHandle]:
         embeddings = input_embeddings(model)
-        self._hook: RemovableHandle | None = None
-        if embeddings is not None:
-            self._hook = embeddings.register_forward_pre_hook(self._count)
+        return () if embeddings is None else [embeddings.register_forward_pre_hook(self._count)]
 
     def begin_step(self) -> None:
         self._tokens_in_step = 0
@@ -66,11 +66,6 @@ class StepClock(Part):
             self.num_tokens += self._tokens_in_step
         self._num_steps += 1
         self._started = None
-
-    def restore(self) -> None:
-        """Take the hook off."""
-        if self._hook is not None:
-            self._hook.remove()
 
     def _count(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -205,14 +200,12 @@ def send_to_reporters(
     control: TrainerControl,
     model: nn.Module,
 ) -> None:
-    """Log figures through the reporters that the run names in `report_to`.
-
-    A user's callback sees `on_log` after the reporters have read the logs, so that figures added there arrive
-    nowhere. Reporters of our own write to the same run: TensorBoard reads all event files of a folder as one run,
-    the others join the run that is active in the process. TensorBoard shows the figures below `train/`.
-    """
+    """Log figures through the reporters that the run names in `report_to`."""
     if not state.is_world_process_zero:
         return
+    # A user's callback sees `on_log` after the reporters have read the logs, so that figures added there arrive
+    # nowhere. Reporters of our own write to the same run: TensorBoard reads all event files of a folder as one run, the
+    # others join the run that is active in the process. TensorBoard shows the figures below `train/`.
     for reporter_class in get_reporting_integration_callbacks(args.report_to):  # type: ignore[no-untyped-call]
         if reporter_class.on_log is TrainerCallback.on_log:
             # It takes no figures; a second one would be made for nothing.
@@ -226,10 +219,8 @@ def send_to_reporters(
 
 
 def _joins_the_run(reporter: Any, output_dir: str | None) -> bool:
-    """Point a TensorBoard reporter at the run's own folder; False if there is none.
-
-    Left alone, that of transformers 5.23 would begin a second run in the working directory.
-    """
+    """Point a TensorBoard reporter at the run's own folder; False if there is none."""
+    # Left alone, that of transformers 5.23 would begin a second run in the working directory.
     if getattr(reporter, "logging_dir", None) is None:
         events = Path(output_dir or ".").rglob("events.out.tfevents.*")
         newest = max(events, key=lambda path: path.stat().st_mtime, default=None)

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from hf_ckpt.regions.module_state import is_ours
 
+# Steps from the Trainer or a callback.
 _MAX_DEPTH = 6
-"""Steps from the Trainer or a callback."""
+# Of a container that is looked into.
 _MAX_ENTRIES = 500
-"""Of a container that is looked into."""
+# Objects that are looked at.
 _MAX_REACHED = 20000
-"""Objects that are looked at."""
+# Whose own objects and functions are not looked into.
 _LIBRARIES = frozenset(
     "accelerate builtins collections datasets deepspeed functools hf_ckpt huggingface_hub logging numpy peft "
     "tokenizers torch transformers trl".split()
 )
-"""Whose own objects and functions are not looked into."""
 _DATA = ("train_dataset", "eval_dataset", "optimizer", "lr_scheduler", "model_init")
 
 
@@ -59,13 +59,7 @@ class OtherModel:
 
 
 def other_models(trainer: Any, model: nn.Module, device: torch.device) -> Iterator[OtherModel]:
-    """Yield what a Trainer and its callbacks reach that has tensors besides the trained model's, each once.
-
-    Args:
-        trainer: that trains; None where none is found.
-        model: as it is trained.
-        device: whose memory counts.
-    """
+    """Yield what a Trainer (None reaches nothing) and its callbacks reach besides the trained model, each once."""
     trained = [getattr(trainer, name, None) for name in ("model", "model_wrapped")]
     own = {
         id(tensor) for each in (model, *trained) if isinstance(each, nn.Module) for tensor in weights_and_buffers(each)

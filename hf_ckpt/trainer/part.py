@@ -9,25 +9,25 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.largest_text_batch import largest_text_batch
 
+if TYPE_CHECKING:
+    # Importing it brings in the Trainer, and peft and bitsandbytes with it, which a loop of one's own has no use for.
+    from transformers import TrainerState, TrainingArguments
+
 
 def load(name: str, asked: str) -> Any:
-    """Return a module of another house of the package.
-
-    Args:
-        name: below `hf_ckpt`.
-        asked: what asks for it, for the message.
+    """Return a module of another house of the package, which `asked` asks for, by its name below `hf_ckpt`.
 
     Raises:
         UnsupportedError: that house is not installed.
@@ -53,12 +53,7 @@ class Part:
     """Whether it does so without the other processes, with plans that are known to suit the model."""
 
     def place_hooks(self, model: nn.Module, change_plan: ChangePlan) -> Iterable[RemovableHandle]:
-        """Place hooks on the model that stand until the plan is removed: the first step comes next.
-
-        Args:
-            model: that the Trainer calls, or the one that an engine's wrapper calls.
-            change_plan: for what changes plans before a forward.
-        """
+        """Place hooks that stand until the plan is removed, on what the Trainer or an engine's wrapper calls."""
         return ()
 
     def change_plan(self, plan: Plan) -> None:
@@ -88,8 +83,25 @@ class Part:
         return {}
 
 
+# Puts another plan in force that a part asks for, while no layer runs, and lets all other parts know.
 ChangePlan = Callable[[Part, Plan], None]
-"""Puts another plan in force that a part asks for, while no layer runs, and lets all other parts know."""
+
+
+class ProvenPlans:
+    """Under which plans a step has been proven: under these none is again, unless each n-th step is."""
+
+    def __init__(self, prove: Prove) -> None:
+        self._prove = prove
+        self._plans: list[Plan] = []
+
+    def note(self, plan: Plan) -> None:
+        """A step has run under a plan."""
+        if plan not in self._plans:
+            self._plans.append(plan)
+
+    def prove_under(self, plan: Plan) -> Prove:
+        """Return which steps under a plan are to be proven."""
+        return "off" if self._prove == "first_step" and plan in self._plans else self._prove
 
 
 class Planning(Part):
@@ -139,11 +151,7 @@ class PolicySource:
     ) -> tuple[Planning, Policy | Plan, bool | None]:
         """Return the planning of a run, the policy to apply, and whether input gradients are asked for.
 
-        Args:
-            model: as it will be trained.
-            args: the Trainer's.
-            state: the Trainer's.
-            **given: `dataloader` and `optimizer` of the Trainer, and `input_gradients` as the user says.
+        `given` are `dataloader` and `optimizer` of the Trainer, and `input_gradients` as the user says.
         """
         assert self.policy is not None, "it was given"
         return Planning(), self.policy, given["input_gradients"]

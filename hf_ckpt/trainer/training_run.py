@@ -17,23 +17,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.metrics import StepClock
-
-
-class ProvenPlans:
-    """Under which plans a step has been proven: under these none is again, unless each n-th step is."""
-
-    def __init__(self, prove: Prove) -> None:
-        self._prove = prove
-        self._plans: list[Plan] = []
-
-    def note(self, plan: Plan) -> None:
-        """A step has run under a plan."""
-        if plan not in self._plans:
-            self._plans.append(plan)
-
-    def prove_under(self, plan: Plan) -> Prove:
-        """Return which steps under a plan are to be proven."""
-        return "off" if self._prove == "first_step" and plan in self._plans else self._prove
+from hf_ckpt.trainer.part import ProvenPlans
 
 
 class TrainingRun:
@@ -60,8 +44,7 @@ class TrainingRun:
         self.applied.belongs_to(self.call)
         # The plan's own removal, which needs no handle, undoes all that parts do to the model.
         self.applied.on_remove(self._note_removal)
-        self.clock = StepClock(model)
-        self.applied.on_remove(self.clock.restore)
+        self.clock = StepClock()
 
     def change_plan(self, plan: Plan, *, is_alone: bool = False) -> None:
         """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes.
@@ -93,9 +76,6 @@ class TrainingRun:
 def _apply_on_all_ranks(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any], prove: Prove) -> Applied:
     """Put a policy in force on every rank's model: rank 0 makes the plan, all apply it, and compare what is in force.
 
-    A rank that went on with another plan, or alone, would leave the others waiting in a collective for as long as the
-    engine's timeout, or train with gradients of something else.
-
     Raises what `apply` raises on the rank where it does, and `OtherProcessError` on the others; `PlanMismatchError` on
     all where ranks were given different policies, or different plans are in force.
     """
@@ -109,6 +89,8 @@ def _apply_on_all_ranks(model: nn.Module, policy: Policy | Plan, structure: dict
         return applied[0].plan.digest()
 
     try:
+        # A rank that went on with another plan, or alone, would leave the others waiting in a collective for as long as
+        # the engine's timeout, or train with gradients of something else.
         _check_equal(gather_results(apply_mine, "applying the policy"), "plan is in force")
     except BaseException:
         for handle in applied:

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from hf_ckpt.distributed import watchdog as module
 from hf_ckpt.distributed.watchdog import Watchdog
 from hf_ckpt.errors import OtherProcessError
-from hf_ckpt.patch.interrupted_run import train_call
+from hf_ckpt.patch.interrupted_run import NoCall, train_call
 
 pytestmark = [
     pytest.mark.core,
@@ -73,7 +73,7 @@ class Trainer:
 
 def begin(*watches: Watchdog) -> None:
     for watch in watches:
-        watch.begin(None)
+        watch.begin(NoCall())
 
 
 # --- How a process is told. ---
@@ -121,14 +121,14 @@ def test_all_that_fail_at_once_are_ended_by_nobody(
 def test_process_that_ends_before_training_ends_only_those_that_train(
     run: list[Watchdog], ended: list[int], caplog: pytest.LogCaptureFixture, leaver: int
 ) -> None:
-    run[2].begin(None)
+    run[2].begin(NoCall())
     run[leaver]._end_of_process()
     other = run[1 - leaver]
     assert eventually(lambda: ended == [1])
     text = f"Process {leaver} has stopped: its process ended before training began; its own output may tell more."
     assert caplog.messages == [f"{text} Process 2 cannot train on without it, and ends too."]
     with pytest.raises(OtherProcessError) as refused:
-        other.begin(None)
+        other.begin(NoCall())
     assert str(refused.value) == f"{text} Process {1 - leaver} cannot train without it."
 
 
@@ -144,7 +144,7 @@ def test_process_that_ends_in_training_ends_the_others(
 
 def test_process_that_a_command_needs_is_needed_without_training(store: Store, ended: list[int]) -> None:
     run = [Watchdog(store, rank, outlasts_training=True) for rank in range(3)]
-    run[1].begin(None)
+    run[1].begin(NoCall())
     run[1].end()
     assert not run[1]._over.is_set()
     run[1]._end_of_process()
@@ -166,7 +166,7 @@ def test_training_that_ends_while_another_process_fails_is_not_ended(
 def test_store_that_is_gone_ends_nobody(ended: list[int], caplog: pytest.LogCaptureFixture) -> None:
     launcher = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watch = Watchdog(TCPStore("127.0.0.1", launcher.port), 1)
-    watch.begin(None)
+    watch.begin(NoCall())
     del launcher
     assert eventually(lambda: not watch._thread.is_alive())
     watch.fail("nobody hears it")
@@ -249,7 +249,7 @@ def test_process_is_alive_from_its_first_beat_until_it_is_silent_for_long(
 ) -> None:
     monkeypatch.setattr(module, "_SILENCE_S", 1.0)
     first = Watchdog(store, 0)
-    first.begin(None)
+    first.begin(NoCall())
     assert not first.is_alive(1)
     second = Watchdog(store, 1)
     assert first.is_alive(1)

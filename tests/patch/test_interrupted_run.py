@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 import hf_ckpt
 from hf_ckpt import AlreadyAppliedError, HFCkptCallback
 from hf_ckpt.patch.apply import plan_of
-from hf_ckpt.patch.interrupted_run import TrainCall
+from hf_ckpt.patch.interrupted_run import TrainCall, train_call
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
 from tests.training import During, counted, llama, lora, rows, trainer
@@ -342,8 +342,6 @@ def test_call_is_over_once_its_frame_is_only_kept() -> None:
     calls: list[TrainCall] = []
 
     def look() -> None:
-        from hf_ckpt.patch.interrupted_run import train_call
-
         call = train_call()
         assert call.is_running()
         assert not call.is_around_another()
@@ -361,3 +359,13 @@ def test_call_is_over_once_its_frame_is_only_kept() -> None:
     assert len(calls) == 2
     assert not any(call.is_running() for call in calls)
     assert kept.value.__traceback__ is not None
+
+
+def test_what_stands_for_a_call_outside_of_a_trainer_neither_runs_nor_ends() -> None:
+    call = train_call()
+    for each in (call, copy.deepcopy(call), pickle.loads(pickle.dumps(call))):
+        assert not each.is_running()
+        assert not each.is_over()
+        assert not each.is_around_another()
+        assert each.uncaught_error() is None
+        assert each == call

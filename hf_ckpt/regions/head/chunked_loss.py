@@ -18,11 +18,11 @@ from torch.nn import functional
 from hf_ckpt.regions.head.head_call import HeadCall, RowOperation, compute_logits
 from hf_ckpt.regions.recompute import recompute
 
+# Computes a function of some logits in chunks, from the function and its operands.
 Compute = Callable[..., list[Any]]
-"""Computes a function of some logits in chunks, from the function and its operands."""
 
+# Stands for the hidden states among the names of weights.
 HIDDEN_STATES = ""
-"""Stands for the hidden states among the names of weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +144,8 @@ class Parts(Protocol):
         return gradient
 
 
+# Is shown what collects the gradients of a weight, by its name, or of `HIDDEN_STATES`.
 Watch = Callable[[str, Parts], None]
-"""Is shown what collects the gradients of a weight, by its name, or of `HIDDEN_STATES`."""
 
 
 class InParts:

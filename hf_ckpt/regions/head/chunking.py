@@ -10,12 +10,12 @@ from torch import nn
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import RegionProof
 
+# Logits of a chunk in float32, where the hidden states of the batch are no larger than twice that. A chunk needs about
+# three times as much in backward: its probabilities, and gradients twice.
 _CHUNK_BYTES = 256 * 2**20
-"""Logits of a chunk in float32, where the hidden states of the batch are no larger than twice that. A chunk needs about
-three times as much in backward: its probabilities, and gradients twice."""
 
+# Also for a short batch, so that its logits become small as well.
 _MIN_CHUNKS = 8
-"""Also for a short batch, so that its logits become small as well."""
 
 
 @dataclass(eq=False)

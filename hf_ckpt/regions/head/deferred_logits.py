@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 _LOSSES = {"cross_entropy": functional.cross_entropy, "nll_loss": functional.nll_loss}
 _SIGNATURES = {name: inspect.signature(function) for name, function in _LOSSES.items()}
 
+# Modules whose hooks on gradients do not change them: they gather weights, or note that a gradient came by.
 _PASSIVE_HOOK_MODULES = ("torch.distributed.", "torch.utils.module_tracker.", "deepspeed.", "accelerate.", "hf_ckpt.")
-"""Modules whose hooks on gradients do not change them: they gather weights, or note that a gradient came by."""
 
 
 class DeferredLogits(Tensor):
@@ -160,9 +160,9 @@ class _LinkedToLogits(torch.autograd.Function):
         return gradient, None
 
 
+# ZeRO-3's node around what each module returns: it gathers the module's weight, which each chunk's own call does too.
+# Its backward would get zeros of the size of the logits.
 _ZERO3_NODE = "PreBackwardFunctionForModuleBackward"
-"""ZeRO-3's node around what each module returns: it gathers the module's weight, which each chunk's own call does too.
-Its backward would get zeros of the size of the logits."""
 
 _ENGINE_NODES = frozenset({DDP_NODE, _ZERO3_NODE})
 

@@ -23,9 +23,9 @@ from hf_ckpt.regions.execution_state import AutocastState
 from hf_ckpt.regions.head.chunking import Chunking
 from hf_ckpt.upstream.torch import num_modules_in_unit, tree_map_only
 
+# Keyword of the head's forward: compute these rows now. It goes through the hooks around the head, so that they gather
+# its weight, and belongs to one call, whatever thread runs that.
 COMPUTE_NOW = "_hf_ckpt_at_once"
-"""Keyword of the head's forward: compute these rows now. It goes through the hooks around the head, so that they gather
-its weight, and belongs to one call, whatever thread runs that."""
 
 
 class HeadCall:

@@ -30,10 +30,10 @@ from hf_ckpt.upstream.torch import is_transformed
 
 _LOSS = 1e-5
 _HALF_LOSS = 2.0**-11
+# Of a gradient's norm, in float32.
 _GRADIENT = 2.0**-12
-"""Of a gradient's norm, in float32."""
+# In half precision, two units in the last place of bfloat16.
 _HALF_GRADIENT = 2.0**-6
-"""In half precision, two units in the last place of bfloat16."""
 _OUR_FAULT = "This is a fault of hf_ckpt: please report it, and leave head: chunked out meanwhile."
 
 

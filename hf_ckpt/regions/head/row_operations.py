@@ -16,6 +16,7 @@ from torch import Tensor
 
 ALL = slice(None)
 
+# Of the logits and of numbers, or of tensors that are the same for every row.
 ELEMENTWISE = frozenset(
     [
         *("float", "half", "bfloat16", "double", "to", "type", "type_as"),
@@ -24,17 +25,17 @@ ELEMENTWISE = frozenset(
         *("tanh", "sigmoid", "relu", "clamp", "clip", "clamp_min", "clamp_max", "nan_to_num", "masked_fill", "where"),
     ]
 )
-"""Of the logits and of numbers, or of tensors that are the same for every row."""
 
+# They return the tensor itself if it has the dtype already.
 CASTS = frozenset(["float", "half", "bfloat16", "double", "to", "type", "type_as"])
-"""They return the tensor itself if it has the dtype already."""
 
+# From a row to a row, if their dimension is the vocabulary.
 ALONG_ROWS = frozenset(["log_softmax", "softmax"])
-"""From a row to a row, if their dimension is the vocabulary."""
 
+# From a row to a few numbers.
 REDUCTIONS = frozenset(["argmax", "amax", "max", "logsumexp", "sum", "mean", "gather", "topk"])
-"""From a row to a few numbers."""
 
+# Answered from the shape, dtype and device of the deferred logits.
 METADATA = frozenset(
     [
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "get_device"),
@@ -42,12 +43,11 @@ METADATA = frozenset(
         *("storage_offset", "is_same_size", "is_pinned", "is_shared", "__len__", "__hash__", "requires_grad_"),
     ]
 )
-"""Answered from the shape, dtype and device of the deferred logits."""
 
 VIEWED_PROPERTIES = frozenset(["T", "H", "mT", "mH", "real", "imag"])
 
+# They need the gradient of the logits, which are in no graph.
 WANT_GRADIENT = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad"])
-"""They need the gradient of the logits, which are in no graph."""
 
 
 def is_of_vocabulary(dim: Any, num_dims: int) -> bool:
@@ -197,6 +197,8 @@ def _are_leading(dims: Sequence[int], shape: torch.Size) -> bool:
     return all(-len(shape) <= dim < len(shape) and dim % len(shape) != len(shape) - 1 for dim in dims)
 
 
+# By the name of torch's function. Each takes the hidden states, the shape of the logits and the function's arguments,
+# and returns the hidden states moved likewise, or None if the vocabulary does not stay the last dimension.
 MOVES: dict[str, Callable[..., Any]] = {
     "contiguous": _same,
     "clone": _same,
@@ -213,5 +215,3 @@ MOVES: dict[str, Callable[..., Any]] = {
     "split": partial(_split, torch.split),
     "chunk": partial(_split, torch.chunk),
 }
-"""By the name of torch's function. Each takes the hidden states, the shape of the logits and the function's arguments,
-and returns the hidden states moved likewise, or None if the vocabulary does not stay the last dimension."""

@@ -37,8 +37,8 @@ from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.transfer import AsyncCopy, Buffer, Wire
 from hf_ckpt.units import format_bytes
 
+# Tensors that may wait to be written: one is written while the next is copied from the device.
 _NUM_WRITING = 2
-"""Tensors that may wait to be written: one is written while the next is copied from the device."""
 
 
 @dataclass(slots=True, eq=False)
@@ -235,8 +235,8 @@ def _end(process: int, directory: PrivateDirectory, *threads: ThreadPoolExecutor
 
 _PREFIX = "hf_ckpt-offload-"
 _LOCK = "lock"
+# Bytes of one read or write.
 _CHUNK = 2**24
-"""Bytes of one read or write."""
 _TRIES = 10
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

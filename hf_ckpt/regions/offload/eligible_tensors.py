@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from hf_ckpt.upstream.torch import base_of, is_traceable_wrapper_subclass, is_view
 
+# Bytes. Kernels are chosen by how a tensor is aligned, up to this; a new tensor always is.
 _ALIGNMENT = 256
-"""Bytes. Kernels are chosen by how a tensor is aligned, up to this; a new tensor always is."""
 
 
 def reason_not_offloaded(tensor: Tensor, min_bytes: int) -> str | None:

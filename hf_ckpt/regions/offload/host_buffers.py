@@ -29,8 +29,8 @@ from hf_ckpt.regions.offload.transfer import (
 
 _size = attrgetter("num_bytes")
 
+# A buffer that replaces one that was too small is larger than that by one part in so many.
 _GROWTH = 4
-"""A buffer that replaces one that was too small is larger than that by one part in so many."""
 
 
 class BufferPool:

@@ -13,11 +13,11 @@ from pathlib import Path, PurePosixPath
 from hf_ckpt.errors import HostMemoryError
 from hf_ckpt.units import format_bytes
 
+# Version 1 writes "no limit" as a number near 2**63.
 _UNLIMITED = 2**60
-"""Version 1 writes "no limit" as a number near 2**63."""
 
+# Bytes of the machine's memory that are left to everything else; below that a machine starts to swap or to kill.
 _LEFT_OVER = 2**29
-"""Bytes of the machine's memory that are left to everything else; below that a machine starts to swap or to kill."""
 _OTHERWISE = (
     ", lower fraction, shorten the sequence, offload fewer layers, or write to disk with "
     "offload: {to: disk, path: /scratch}."

@@ -31,10 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_ckpt.regions.offload.transfer import DeviceMemory, Link, StorageKey
 
+# Share of a layer's time that its copy may take; of the device's memory that may be used.
 _MARGIN = 0.95
-"""Share of a layer's time that its copy may take; of the device's memory that may be used."""
+# Times the bytes that were measured, from which on the measurement no longer holds.
 _LONGER = 1.1
-"""Times the bytes that were measured, from which on the measurement no longer holds."""
 
 
 def is_offloaded(position: int, num_layers: int, fraction: float | None) -> bool:

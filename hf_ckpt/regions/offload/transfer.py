@@ -61,8 +61,8 @@ class TensorLayout:
         return not _is_dense(self.shape, self.strides)
 
 
+# What two tensors share that hold the same values in the same memory.
 StorageKey = tuple[Any, ...]
-"""What two tensors share that hold the same values in the same memory."""
 
 
 def storage_key(tensor: Tensor) -> tuple[StorageWeakRef, StorageKey]:
