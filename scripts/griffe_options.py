@@ -6,11 +6,14 @@ parameter with its default, as `hf_ckpt.policy.options.takes` gives it to `inspe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
+# What a docstring says of `**options` as such, and its continuation.
+_ARGUMENT = re.compile(r"\n    \*\*options: .*(?:\n        .*)*")
 _DEFAULTS = "hf_ckpt.policy.options.DEFAULTS"
 
 
@@ -27,6 +30,8 @@ class Options(griffe.Extension):
                 kind = _unpacked(parameter)
                 if kind is not None:
                     del function.parameters[parameter.name]
+                    if function.docstring is not None:
+                        function.docstring.value = _ARGUMENT.sub("", function.docstring.value)
                     for name in _names(pkg.modules_collection[kind]):
                         function.parameters.add(_option(name, defaults.get(name, "None")))
 

@@ -153,7 +153,7 @@ def _run(options: argparse.Namespace) -> int:
             if not progress.total:
                 raise
             progress.clear()
-            say(f"{STOPPED.rstrip('.')} after {progress.done} of {progress.total} rows.")
+            say(f"{STOPPED.rstrip('.')} after {progress.done} of {progress.total} plans.")
             return INTERRUPTED
         if is_kept and options.verbose:
             say("From cache.")

@@ -401,7 +401,7 @@ def grid_table(document: Document) -> str:
             text = f"{format_bytes(peak['peak_bytes'])}{_GRID_MARKS[peak['fits']]}"
             cells.setdefault(peak["seq_length"], []).append(text)
         numbers = dict.fromkeys(peak["batch_size"] for peak in grid["peaks"])
-        header = ("tokens", *(f"{rows} sequence{'s' if rows > 1 else ''}" for rows in numbers))
+        header = ("tokens", *(f"batch {number}" for number in numbers))
         body = [(f"{length:,}", *texts) for length, texts in cells.items()]
         lines = columns([header, *body], numeric=range(len(header)))
         parts.append("\n".join([_GRID_TITLES[grid["plan"]], *lines]))

@@ -148,8 +148,8 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
     )
     if max(share, left_out / max(1, num_rows)) > _MANY:
         yield (
-            f"Warning: more than half of the rows are longer than data.max_length {max_length}, and are cut there or "
-            "left out. Raise data.max_length (hf-ckpt estimate says what fits)."
+            f"Warning: more than half of the examples are longer than data.max_length {max_length}, and are cut there "
+            "or left out. Raise data.max_length (hf-ckpt estimate says what fits)."
         )
 
 
@@ -223,8 +223,8 @@ def _check_labels(labels: Sequence[Any], num_labels: int) -> None:
         what = f"a whole number from 0 to {num_labels - 1}, for model.num_labels {num_labels}"
     if wrong:
         raise DataError(
-            f"{len(wrong):,} of {len(labels):,} rows have no label that can be learned, such as {wrong[0]!r}: expected "
-            f"{what}. Change the column that data.columns.label names, or model.num_labels."
+            f"{len(wrong):,} of {len(labels):,} examples have no label that can be learned, such as {wrong[0]!r}: "
+            f"expected {what}. Change the column that data.columns.label names, or model.num_labels."
         )
 
 

@@ -84,7 +84,7 @@ class Counts:
         return (
             f"{self.num_examples:,} examples, {self.num_tokens:,} tokens, {self.num_loss_tokens:,} of them learned, "
             f"longest {self.longest:,}, truncated {self.share_truncated:.1%}"
-            + (f"; rows left out: {reasons}" if reasons else "")
+            + (f"; examples left out: {reasons}" if reasons else "")
         )
 
 
@@ -227,9 +227,9 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def _of_length(counts: Counts, encoder: Encoder) -> Iterator[str]:
     if counts.share_truncated > _MANY_TRUNCATED:
         yield (
-            f"{counts.share_truncated:.0%} of the training rows are longer than data.max_length {encoder.max_length} "
-            "and are cut there: what follows is not seen, nor is how an example ends. Raise data.max_length "
-            "(hf-ckpt estimate says what fits), or split the rows."
+            f"{counts.share_truncated:.0%} of the training examples are longer than data.max_length "
+            f"{encoder.max_length} and are cut there: what follows is not seen, nor is how an example ends. Raise "
+            "data.max_length (hf-ckpt estimate says what fits), or split them."
         )
 
 
@@ -251,7 +251,7 @@ def _nothing_to_learn(split: str, counts: Counts, encoder: Encoder) -> str:
     if counts.num_truncated:
         found.append(f"{counts.num_truncated:,} are truncated at data.max_length {encoder.max_length}")
     return (
-        f"None of the {counts.num_rows:,} {split} rows has a token to learn: {'; '.join(found)}. "
+        f"None of the {counts.num_rows:,} {split} examples has a token to learn: {'; '.join(found)}. "
         "Check data.columns and data.loss_on, or raise data.max_length."
     )
 

@@ -187,7 +187,7 @@ def _check_snapshots(rule: Rule, reached: Mapping[str, list[int]], model_class: 
         if len(list(_runs(indices))) > 1:
             raise PolicyError(
                 f"Rule {rule.describe()} reaches layers of {path} of {model_class} that do not follow each other, and "
-                "only a row of layers can run again from one saved input. Name a range of layers."
+                "only layers that do can run again from one saved input. Name a range of layers."
             )
     most = max(map(len, reached.values()))
     if rule.snapshots > most:

@@ -413,7 +413,8 @@ def test_length_that_is_told_is_no_bound_of_images(tmp_path: Path, caplog: pytes
     run.add_callback(HFCkptCallback("auto", memory_budget="1GiB", max_length=9))
     run.train()
     assert (
-        "max_length=9 says nothing of 2 rows with pixel_values [2, 3, 16, 16], labels [2]: the largest" in caplog.text
+        "max_length=9 says nothing of 2 sequences with pixel_values [2, 3, 16, 16], labels [2]: the largest"
+        in caplog.text
     )
 
 

@@ -486,9 +486,9 @@ def test_generation_is_refused_or_named(tmp_path: Path) -> None:
     [
         (
             {"cp_size": 2, "dp_shard_size": 2},
-            "cp_size=2 shares each row among ranks, which is not simulated. Use a fixed",
+            "cp_size=2 shares each sequence among ranks, which is not simulated. Use a fixed",
         ),
-        ({"sp_size": 4, "sp_backend": "deepspeed"}, "sp_size=4 shares each row among ranks"),
+        ({"sp_size": 4, "sp_backend": "deepspeed"}, "sp_size=4 shares each sequence among ranks"),
         (
             {"tp_size": 2},
             "tp_size=2 shares each matrix among ranks, and the model was not loaded so. Use a fixed policy, such as "

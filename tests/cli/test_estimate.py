@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_the_rows_that_were_printed(
     assert main(["estimate", str(small_recipes.write(tmp_path)), "--device", "rtx4090"]) == 130
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1].split() == [*("recipe", "8.5", "GiB", "2", "s", "yes")]
-    assert printed.err.endswith("Planning ...\nStopped by Ctrl-C after 1 of 13 rows.\n")
+    assert printed.err.endswith("Planning ...\nStopped by Ctrl-C after 1 of 13 plans.\n")
 
 
 def test_terminal_has_a_bar_that_leaves_nothing_behind(

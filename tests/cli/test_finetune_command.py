@@ -262,7 +262,7 @@ def hub_recipe(folder: Path, **model: Any) -> str:
 
 def test_hub_id_without_a_connection_asks_for_a_local_path(tmp_path: Path, refused: Callable[..., str]) -> None:
     message = refused(hub_recipe(tmp_path))
-    assert message.startswith(f"model.name_or_path: {HUB_ID} is neither a local folder with a model nor to be had ")
+    assert message.startswith(f"model.name_or_path: {HUB_ID} is neither a local folder with a model nor found ")
     assert message.endswith(
         "log in with `hf auth login` if it is gated or private, or give the path of a local copy.\n"
     )
@@ -401,7 +401,7 @@ def test_id_that_the_hub_does_not_know(
 ) -> None:
     fail_on_the_hub(monkeypatch, "RepositoryNotFoundError", 404)
     message = refused(hub_recipe(tmp_path))
-    assert message.startswith(f"model.name_or_path: {HUB_ID} is neither a local folder with a model nor to be had ")
+    assert message.startswith(f"model.name_or_path: {HUB_ID} is neither a local folder with a model nor found ")
 
 
 def test_missing_data_is_told_before_the_base_is_trained(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -98,7 +98,7 @@ def test_command_says_the_same_again(method: str) -> None:
         ({"length": None}, "length is left out. Give a whole number of 1 or more."),
         ({"batch": 0}, "batch is 0. Give a whole number of 1 or more."),
         ({"length": 2.5}, "length is 2.5. Give"),
-        ({"model": "no/such-model"}, "model.name_or_path: the config of no/such-model is not to be had"),
+        ({"model": "no/such-model"}, "model.name_or_path: the config of no/such-model was not found"),
     ],
 )
 def test_wrong_fields_are_refused(changed: dict[str, Any], message: str) -> None:

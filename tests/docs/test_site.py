@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import shutil
@@ -138,6 +139,11 @@ def test_pages_load_nothing_and_lead_somewhere(site: Path) -> None:
     reference = (site / "api.html").read_text(encoding="utf-8")
     assert "what a whole step may use of the device" in reference
     assert "the rules; no layer may be reached by two of them" in reference
+    # Options are shown as options.
+    text = re.sub(r"<[^>]*>", "", reference)
+    assert "HFCkptCallback(policy, *, quiet=False, memory_budget=None, max_length=None, exact=None," in text
+    assert "strict_resume=False, on_oom=None, quiet_steps=50, prove='first_step')" in html.unescape(text)
+    assert "names and types of all these options" not in text
 
 
 @pytest.mark.browser

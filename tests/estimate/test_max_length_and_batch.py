@@ -82,14 +82,14 @@ def test_grid_has_a_peak_for_each_length_and_micro_batch(tmp_path: Path) -> None
     assert (none[64, 2], own[64, 2]) == (MIB + 128 * 1024, MIB + 64 * 1024)
     assert tables.grid_table(document).splitlines() == [
         "Peak without checkpointing",
-        "  tokens    1 row     2 rows     4 rows",
+        "  tokens  batch 1    batch 2    batch 4",
         "      16  1.0 MiB    1.0 MiB    1.1 MiB",
         "      32  1.0 MiB    1.1 MiB    1.1 MiB",
         "      64  1.1 MiB    1.1 MiB  1.2 MiB ?",
         "     128  1.1 MiB  1.2 MiB ?  1.5 MiB ?",
         "",
         "Peak under the recipe's plan",
-        "  tokens    1 row   2 rows     4 rows",
+        "  tokens  batch 1  batch 2    batch 4",
         "      16  1.0 MiB  1.0 MiB    1.0 MiB",
         "      32  1.0 MiB  1.0 MiB    1.1 MiB",
         "      64  1.0 MiB  1.1 MiB    1.1 MiB",

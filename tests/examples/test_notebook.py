@@ -111,6 +111,6 @@ def test_notebook_installs_itself_from_a_clone_and_runs(tmp_path: Path, fresh: P
     check_was_run(done, tmp_path)
     assert (tmp_path / "hf_ckpt_checkout" / "pyproject.toml").is_file()
     installed = subprocess.run(
-        [fresh, "-c", "import hf_ckpt; print(hf_ckpt.__file__)"], capture_output=True, text=True, check=True
+        [fresh, "-I", "-c", "import hf_ckpt; print(hf_ckpt.__file__)"], capture_output=True, text=True, check=True
     )
     assert str(fresh.parents[1]) in installed.stdout

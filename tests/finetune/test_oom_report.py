@@ -120,7 +120,7 @@ def test_step_of_another_trainer_is_predicted_with_its_own_loss(
     recipe = small_recipes.of_trainer(tmp_path, "dpo", training={"max_steps": 1})
     assert main([str(recipe)]) == 1
     message = capsys.readouterr().err
-    assert "Out of memory in the backward of step 1, with a batch of 4 rows of " in message
+    assert "Out of memory in the backward of step 1, with a batch of 4 sequences of " in message
     # A tile of logits on a CPU alone has 19 MiB.
     (peak,) = re.findall(r"Predicted for this batch: ([\d.]+) MiB", message)
     assert float(peak) > 19

@@ -185,7 +185,9 @@ def test_labels_beyond_their_number_are_refused(tmp_path: Path) -> None:
     recipe = small_recipes.of_trainer(tmp_path, "classification", model={"num_labels": 2})
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": "a b c", "label": label}) for label in (0, 1, 2)) + "\n")
-    with pytest.raises(DataError, match="1 of 3 rows have no label that can be learned, such as 2: expected a whole"):
+    with pytest.raises(
+        DataError, match="1 of 3 examples have no label that can be learned, such as 2: expected a whole"
+    ):
         carry_out(recipe, f"data.path={rows}", "data.eval_fraction=null")
 
 

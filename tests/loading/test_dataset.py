@@ -54,7 +54,7 @@ def test_counts_of_a_data_set_in_which_every_fate_occurs(section_of: Any) -> Non
     assert counts.lengths == [6, 8]
     assert counts.summary() == (
         "2 examples, 14 tokens, 9 of them learned, longest 8, truncated 50.0%; "
-        "rows left out: 1 empty, 1 with nothing to learn"
+        "examples left out: 1 empty, 1 with nothing to learn"
     )
 
 
@@ -169,8 +169,8 @@ def test_loss_on_what_the_data_does_not_have_is_refused(section_of: Any, rows: A
 @pytest.mark.parametrize(
     ("rows", "keys", "message"),
     [
-        ([{"text": ""}, {"text": " "}], {}, "None of the 2 training rows has a token to learn: 2 are empty."),
-        ([PAIRS[1]], {}, "None of the 1 training rows has a token to learn: 1 are empty."),
+        ([{"text": ""}, {"text": " "}], {}, "None of the 2 training examples has a token to learn: 2 are empty."),
+        ([PAIRS[1]], {}, "None of the 1 training examples has a token to learn: 1 are empty."),
         ([{"messages": CHAT[0]["messages"][:1]}], {}, "1 are empty."),
         (
             PAIRS[2:3],
@@ -192,7 +192,7 @@ def test_data_with_nothing_to_learn_from_is_refused(section_of: Any, rows: Any, 
 
 
 def test_evaluation_with_nothing_to_learn_from_is_refused(section_of: Any) -> None:
-    with pytest.raises(DataError, match=r"^None of the 1 evaluation rows has a token to learn"):
+    with pytest.raises(DataError, match=r"^None of the 1 evaluation examples has a token to learn"):
         prepare(section_of(PAIRS, eval_split="train[1:2]"), byte_tokenizer())
 
 
@@ -307,8 +307,8 @@ MARKS_ALL = (
 def test_rows_that_are_mostly_truncated_are_warned_of(section_of: Any, max_length: int, warned: bool) -> None:
     prepared = prepare(section_of([PAIRS[0], PAIRS[3]], max_length=max_length), byte_tokenizer())
     text = (
-        "100% of the training rows are longer than data.max_length 5 and are cut there: what follows is not seen, nor "
-        "is how an example ends. Raise data.max_length (hf-ckpt estimate says what fits), or split the rows."
+        "100% of the training examples are longer than data.max_length 5 and are cut there: what follows is not seen, "
+        "nor is how an example ends. Raise data.max_length (hf-ckpt estimate says what fits), or split them."
     )
     assert prepared.warnings == ((text,) if warned else ())
 

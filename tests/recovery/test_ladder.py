@@ -141,7 +141,7 @@ def test_memory_that_a_cap_or_its_pieces_keep_from_use_is_missing(message: str, 
 def test_what_a_cap_allows_is_said() -> None:
     words = Figures.of(CAPPED.format(wanted=100, unused=200)).describe()
     assert words == (
-        "1,000.0 MiB were allocated and 200.0 MiB reserved without being used, of 79.2 GiB of which 1.2 GiB are "
+        "1,000.0 MiB were allocated and 200.0 MiB reserved without being used, of 79.2 GiB; 1.2 GiB of it are "
         "allowed; 100.0 MiB more were asked for."
     )
 

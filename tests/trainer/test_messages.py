@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt import HFCkptCallback
+from hf_ckpt.trainer.accelerates_checkpointing import hold_off_accelerates_checkpointing
 from hf_ckpt.units import format_bytes
+from hf_ckpt.upstream import accelerate
 from tests.training import llama, trainer
 
 AUTO: dict[str, Any] = {"policy": "auto", "memory_budget": "1GiB"}
@@ -133,3 +136,23 @@ def test_a_plan_that_is_made_again_is_shown(tmp_path: Path, capsys: pytest.Captu
     assert ", predicted for 2 sequences of 64 tokens: same gradients, bit for bit; " in again
     assert again.endswith(" % slower than without checkpointing")
     assert end.startswith("hf_ckpt: Predicted peak ")
+
+
+@pytest.mark.parametrize(("is_quiet", "level"), [(False, logging.WARNING), (True, logging.INFO)])
+def test_checkpointing_of_accelerate_is_overruled_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_quiet: bool, level: int
+) -> None:
+    monkeypatch.setattr(accelerate, "fsdp_plugin", lambda: SimpleNamespace(activation_checkpointing=True))
+    built = SimpleNamespace(
+        args=SimpleNamespace(process_index=0),
+        accelerator=SimpleNamespace(prepare=None),
+        callback_handler=SimpleNamespace(),
+    )
+    with caplog.at_level(logging.INFO, logger="hf_ckpt"):
+        hold_off_accelerates_checkpointing(built, None, is_quiet=is_quiet)
+        # Said by one process.
+        built.args.process_index = 1
+        hold_off_accelerates_checkpointing(built, None, is_quiet=is_quiet)
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    text = "fsdp_activation_checkpointing of accelerate is overruled: the policy of HFCkptCallback governs."
+    assert said == [(level, text)]

@@ -311,7 +311,7 @@ def test_quantisation_that_the_model_brings_moves_into_the_recipe(tmp_path: Path
 
 def test_unknown_model_without_network_is_refused_with_what_to_do(tmp_path: Path) -> None:
     recipe = replace(recipe_of(tmp_path, llama()), model={"name_or_path": "some-maker/some-model"})
-    with pytest.raises(RecipeError, match=r"the config of some-maker/some-model is not to be had .*hf auth login"):
+    with pytest.raises(RecipeError, match=r"the config of some-maker/some-model was not found .*hf auth login"):
         small(tmp_path, recipe)
 
 
@@ -319,8 +319,8 @@ def test_known_model_without_network_is_told_by_its_facts(tmp_path: Path) -> Non
     recipe = replace(recipe_of(tmp_path, llama()), model={"name_or_path": "meta-llama/Llama-2-7b-hf"})
     made = small(tmp_path, recipe)
     assert fact(made, "model") == (
-        "LlamaForCausalLM, config from the shapes that hf_ckpt knows (meta-llama/Llama-2-7b-hf is neither cached nor "
-        "to be had from the hub)"
+        "LlamaForCausalLM, config from the shapes that hf_ckpt knows (meta-llama/Llama-2-7b-hf is not cached, and "
+        "cannot be loaded from the hub)"
     )
 
 
