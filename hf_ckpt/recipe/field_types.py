@@ -33,30 +33,37 @@ _SPOKEN_BOOLEANS = {"yes": True, "on": True, "y": True, "true": True}
 _SPOKEN_BOOLEANS |= {"no": False, "off": False, "n": False, "false": False}
 
 
+def parts(hint: Hint) -> tuple[Hint, tuple[Hint, ...]]:
+    """Return what a hint is of, and its arguments: `list` and `(int,)` for `list[int]`, `int` and `()` for `int`."""
+    # To mypy the origin of what may be anything is a ParamSpec.
+    origin: Any = get_origin(hint)
+    return origin or hint, get_args(hint)
+
+
 def simplified(hint: Hint, unknown: Hint = object) -> Hint:
     """Return a hint in what YAML can hold: plain types, lists, mappings, `Literal` for the words of an enumeration.
 
     `unknown` stands in for the rest: `object` is a value that no recipe can hold, `Any` is any value.
     """
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    origin, arguments = parts(hint)
     if origin in _UNIONS:
-        members = [simplified(member, unknown) for member in arguments]
-        if any(map(words, members)):
+        found = [simplified(member, unknown) for member in arguments]
+        if any(map(words, found)):
             # Upstream writes `OptimizerNames | str`: the text has to be one of the words.
-            members = [member for member in members if member is not str]
-        return Union[tuple(members)]  # noqa: UP007  # as many as there are
-    if isinstance(hint, enum.EnumType):
-        return Literal[tuple(member.value for member in hint)]  # type: ignore[misc]  # read off the class
+            found = [member for member in found if member is not str]
+        return Union[tuple(found)]  # noqa: UP007  # as many as there are
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return Literal[tuple(member.value for member in hint)]
     if origin in (list, tuple, collections.abc.Sequence):
-        return list[simplified(arguments[0], unknown)] if arguments else list  # type: ignore[misc]  # as above
+        return list[simplified(arguments[0], unknown)] if arguments else list  # type: ignore[misc]  # made here
     if origin in (dict, collections.abc.Mapping):
-        return dict[str, simplified(arguments[-1], unknown)] if arguments else dict  # type: ignore[misc]  # as above
+        return dict[str, simplified(arguments[-1], unknown)] if arguments else dict  # type: ignore[misc]  # made here
     return hint if origin is Literal or hint in _WORDS else unknown
 
 
 def accepts(hint: Hint, value: object) -> bool:
     """Tell whether `value` is of this type. A whole number is a number; `true` is neither."""
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    origin, arguments = parts(hint)
     if origin in _UNIONS:
         return any(accepts(member, value) for member in arguments)
     if origin is Literal:
@@ -74,26 +81,27 @@ def accepts(hint: Hint, value: object) -> bool:
 
 def words(hint: Hint) -> tuple[str, ...]:
     """Return the words that are valid, if any are listed. `[...]` in a word stands for a number."""
-    choices = [choice for member in members(hint) if get_origin(member) is Literal for choice in get_args(member)]
+    choices = [choice for origin, listed in map(parts, members(hint)) if origin is Literal for choice in listed]
     return tuple(choice for choice in choices if isinstance(choice, str))
 
 
 def describe(hint: Hint) -> str:
     """Return the type in words, for "expected ..."."""
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    origin, arguments = parts(hint)
     if origin in _UNIONS:
         return " or ".join(map(describe, sorted(arguments, key=lambda member: member is object)))
     if origin is Literal:
         return "one of " + ", ".join(map(show, arguments))
     if origin is list:
-        plurals = (_PLURALS.get(get_origin(element) or element, describe(element)) for element in arguments)
+        plurals = (_PLURALS.get(parts(element)[0], describe(element)) for element in arguments)
         return "a list" + "".join(f" of {plural}" for plural in plurals)
     return _WORDS[origin]
 
 
 def members(hint: Hint) -> tuple[Hint, ...]:
     """Return the members of a union, or the type itself."""
-    return get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
+    origin, arguments = parts(hint)
+    return arguments if origin in _UNIONS else (hint,)
 
 
 def _is_choice(value: object, choice: object) -> bool:

@@ -87,7 +87,7 @@ DEFAULT_MAX_LENGTH = 1024
 
 _COLUMNS = ("text", "prompt", "completion", "messages")
 _CHECKPOINTING = {
-    "policy": str | dict | list[dict],
+    "policy": str | dict | list[dict[str, Any]],
     "micro_batch": Literal["auto"] | None,
     **get_type_hints(CallbackOptions),
 }

@@ -21,10 +21,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, cast, get_origin
+from typing import Any, ClassVar, Literal, Union, cast
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.recipe.field_types import Hint, members, simplified
+from hf_ckpt.recipe.field_types import Hint, members, parts, simplified
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def trl_version() -> tuple[int, ...] | None:
 def training_keys(of_trl: str = "") -> Keys:
     """Return the fields of `transformers.TrainingArguments`, or of the arguments of a trainer of trl, such as `DPO`."""
     if of_trl:
-        paths = ("trainer/base_config.py", f"trainer/{of_trl.lower()}_config.py")
-        return {**training_keys(), **_fields(_made_class("trl", f"{of_trl}Config", *paths))}
+        own_file = f"trainer/{of_trl.lower()}_config.py"
+        return {**training_keys(), **_fields(_made_class("trl", f"{of_trl}Config", "trainer/base_config.py", own_file))}
     paths = ("trainer_utils.py", "debug_utils.py", "training_args.py")
     return _fields(_made_class("transformers", "TrainingArguments", *paths))
 
@@ -167,23 +167,22 @@ def _fields(made: type) -> dict[str, Key]:
 def _own_fields(made: type, unknown: Hint = object) -> dict[str, Key]:
     found: dict[str, Key] = {}
     for name, hint in inspect.get_annotations(made).items():
-        default, told = vars(made).get(name), {}
-        if isinstance(default, dataclasses.Field):
-            default, told = default.default, default.metadata
-        if not name.startswith("_") and get_origin(hint) is not ClassVar:
-            found[name] = _key(name, _narrowed(simplified(hint, unknown), told), default)
+        given: Any = vars(made).get(name)
+        default, metadata = (given.default, given.metadata) if isinstance(given, dataclasses.Field) else (given, {})
+        if not name.startswith("_") and parts(hint)[0] is not ClassVar:
+            found[name] = _key(name, _narrowed(simplified(hint, unknown), metadata), default)
     return found
 
 
-def _narrowed(hint: Hint, told: Mapping[str, Any]) -> Hint:
+def _narrowed(hint: Hint, metadata: Mapping[str, Any]) -> Hint:
     """Narrow text to the choices that are listed in the metadata of a field, or in its help only."""
-    if isinstance(choices := told.get("choices"), list):
+    if isinstance(choices := metadata.get("choices"), list):
         others = (member for member in members(hint) if member is not str)
         return Union[(Literal[tuple(choices)], *others)]
-    listed = re.search(r"Possible values are:? (.*?)\. ", str(told.get("help")))
+    listed = re.search(r"Possible values are:? (.*?)\. ", str(metadata.get("help")))
     choices = tuple(re.findall(r"`'?(\w+)'?`", listed[1])) if listed else ()
     if len(choices) > 1 and hint in (str, list[str]):
-        choice = Literal[choices]
+        choice: Hint = Literal[choices]
         # One of several may be written as text.
         return choice if hint is str else choice | list[choice]
     return hint
