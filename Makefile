@@ -40,7 +40,7 @@ help:
 	@echo 'make bench-gpu    measure all that needs a GPU, what matters most first, into OUT, for SECONDS; goes on where it'
 	@echo '                  stopped (CASE=llama2_7b_lora_2048 compares ways to save memory on that case only)'
 	@echo 'make bench-predicted  the same without a GPU, simulated at full size'
-	@echo 'make bench-pages  write the pages and pictures that show the committed results'
+	@echo 'make bench-pages  write the pages that are generated: evidence with its pictures, and the reference'
 	@echo 'make site         set up .venv-docs, build the docs site into build/site and look at it in an installed chromium'
 	@echo 'make format       format the code and mend what lint can mend'
 	@echo 'make clean        remove environments and caches, not what was trained'
@@ -178,7 +178,9 @@ bench-predicted: .venv/.installed
 
 bench-pages: .venv/.installed
 	.venv/bin/python scripts/benchmark_pages.py
+	.venv/bin/python -m benchmarks published_page
 	.venv/bin/python -m benchmarks.claims.page
+	.venv/bin/python scripts/reference_pages.py
 
 # --- The docs site. ---
 

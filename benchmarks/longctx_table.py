@@ -85,7 +85,7 @@ def ledger(result: Result) -> str:
 
 def stages(result: Result) -> str:
     """Return what each stage reaches, and what it costs."""
-    header = ("layers, and what is added", f"longest row in {_stages_gib(result)} GiB", *_of_step(result))
+    header = ("layers, and what is added", f"longest sequence in {_stages_gib(result)} GiB", *_of_step(result))
     first = result["stages"][0]["seconds"]
     rows = [
         (

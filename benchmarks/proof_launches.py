@@ -89,7 +89,7 @@ def counted(case: str, num_layers: int) -> dict[str, int]:
     from hf_ckpt.regions import fingerprints, value_proof
     from hf_ckpt.regions.execution_state import RandomState
     from hf_ckpt.simulation.fake_model import fake_copy
-    from hf_ckpt.simulation.random_states import random_states_kept
+    from hf_ckpt.simulation.isolation import random_states_kept
 
     # An older checkout holds no layer against its original.
     users = [value_proof]

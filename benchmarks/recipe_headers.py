@@ -62,7 +62,7 @@ class Needs:
         free = format_bytes(capacity.num_bytes - capacity.reserved_bytes)
         card = f" fit ({self.device.title}, {format_bytes(self.device.memory_bytes)}, {free} of it left free)"
         fits = card if self.device.is_cuda else ""
-        limit = f"rows of up to {self.longest:,} tokens{fits}" if self.longest else "no row fits"
+        limit = f"sequences of up to {self.longest:,} tokens{fits}" if self.longest else "no sequence fits"
         bound = ", all that the model has positions for" if self.is_bound else ""
         host = f" and {format_bytes(self.host_bytes)} of host memory" if self.host_bytes >= _TOLD_FROM else ""
         return f"predicted peak {format_bytes(self.peak_bytes)}{host}; {limit}{bound}."

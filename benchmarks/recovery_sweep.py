@@ -35,6 +35,8 @@ from benchmarks.result_files import carry_out
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError
+from hf_ckpt.recovery.recovery import Recovery
+from hf_ckpt.trainer.part import Part
 from tests.recovery.limits import FailingOperators, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
 from tests.training import arguments, llama, losses, rows
@@ -67,6 +69,10 @@ CASES = {
 }
 
 
+class _InThisProcess(Part):
+    is_alone = True
+
+
 class Kept(TrainerCallback):
     """Keeps the weights after each step, and puts the plan that the run began with back in force.
 
@@ -85,10 +91,9 @@ class Kept(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         self.weights.append(torch.cat([each.detach().double().flatten() for each in tensors]))
-        run, recovery = self._ours._run, self._ours._recovery
-        if recovery is not None and run is not None and run.applied.plan != self._first:
-            run.change_plan(self._first, is_alone=True)
-            recovery.plan_again(self._first)
+        run, is_recovered = self._ours._run, any(isinstance(part, Recovery) for part in self._ours._parts)
+        if is_recovered and run is not None and run.applied.plan != self._first:
+            self._ours._change_plan(run, _InThisProcess(), self._first)
 
 
 def trained(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_text_batch
 from hf_ckpt.distributed import deepspeed, store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,
@@ -25,7 +25,7 @@ from hf_ckpt.errors import (
     UnsupportedError,
 )
 from hf_ckpt.patch import use_cache
-from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
+from hf_ckpt.patch.apply import remove, train_call_of
 from hf_ckpt.patch.checks import check_engine, check_wrappers
 from hf_ckpt.patch.interrupted_run import running_trainer, train_call, trainer_being_built
 from hf_ckpt.patch.stack_patch import LEFTOVER
@@ -41,24 +41,24 @@ from hf_ckpt.policy.options import (
     takes,
 )
 from hf_ckpt.policy.plan import Plan, parse
-from hf_ckpt.policy.policy import AUTO, Policy
+from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.structure.layers import is_sharded
 from hf_ckpt.structure.stored import ByModel
 from hf_ckpt.trainer import metrics
 from hf_ckpt.trainer.accelerates_checkpointing import hold_off_accelerates_checkpointing
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.folders import SaveWatch, checkpoint_folder, output_folder, resumed_folder
+from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.trainer.messages import Messages, say_who_governs
-from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
+from hf_ckpt.trainer.part import Part, Planning, PolicySource, load
+from hf_ckpt.trainer.parts import BatchLengths, CacheOff, PlanFile, Regions, StepProof
+from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import parse_budget
 from hf_ckpt.upstream.torch import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from hf_ckpt.auto.auto import Auto
-    from hf_ckpt.auto.replan import RunPlanner
-    from hf_ckpt.recovery.recovery import Recovery
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +105,14 @@ class HFCkptCallback(TrainerCallback):
         prove: `"first_step"` proves in the first micro-batch of the first step under each plan, bit by bit, that each
             recomputation gives what the forward gave; n does so in steps 1, 1 + n, 1 + 2n and so on; `"off"` never.
             Costs the device about a third of a forward in such a step, and 16 MiB (ZeRO-3: some two forwards); where
-            the host is slower, as with few tokens, several forwards: 0.8 s of a 7B (docs/policies.md).
+            the host is slower, as with few tokens, several forwards: 0.8 s of a 7B (docs/proof.md).
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
             and not results, so by default this is only said.
         on_oom: `"escalate"`, the default with `"auto"`: a step that runs out of memory runs again under a leaner plan,
             with the same result (docs/out_of_memory.md; one process, or DDP). `"error"`, otherwise: the run ends.
         quiet_steps: steps without trouble after which a faster plan returns, for batches that there is room for.
-        quiet: show nothing on standard error; without it, a line or two of plan and peak as the run begins and ends,
-            where `disable_tqdm` is off.
+        quiet: show nothing on standard error. Without it, a line or two of plan and peak are shown as the run begins
+            and ends, where `disable_tqdm` is off; and a line where the policy overrules other checkpointing.
 
     Raises:
         PolicyError: the policy or the budget cannot be read.
@@ -144,46 +144,42 @@ class HFCkptCallback(TrainerCallback):
         check_run_options(options)
         policy_options = select(options, PolicyOptions)
         self._structure = select(options, StructureOptions)
-        self._policy: Policy | Plan | None = None
-        self._auto: Auto | None = None
+        self._source: PolicySource
         if policy == AUTO:
             check_no_rule(policy_options)
             budget = None if options["memory_budget"] is None else parse_budget(options["memory_budget"])
             # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
-            from hf_ckpt.auto.auto import Auto
-
-            self._auto = Auto(
+            self._source = load("auto.auto", f'policy "{AUTO}"').Auto(
                 *(budget, options["max_length"], self._structure, allowed_by(options)),
                 is_proven=options["prove"] != "off",
                 fallback=options["fallback"],
             )
         else:
             _check_no_budget(policy, select(options, AutoOptions))
-            self._policy = parse(policy, **policy_options)
+            self._source = PolicySource(parse(policy, **policy_options))
         self._options = options
         self._prove = parse_prove(options["prove"])
         self._is_escalated = options["on_oom"] == "escalate" or (options["on_oom"] is None and policy == AUTO)
-        self._rungs: dict[str, Any] = {"is_exact": options["exact"] is not False, "quiet_steps": options["quiet_steps"]}
         self._messages = Messages(is_quiet=quiet)
         self._trainer: weakref.ref[Trainer] | None = None
-        self._recovery: Recovery | None = None
         self._run: TrainingRun | None = None
+        self._parts: list[Part] = []
         self._before_sharding = ByModel[SavedFiles]()
         self._saved_files: SavedFiles | None = None
         self._saved_in: Path | None = None
         self._report: dict[str, float] = {}
-        self._planning: RunPlanner | None = None
+        self._planning = Planning()
         self.plan: Plan | None = None
 
     @property
     def planned_for(self) -> Batch | None:
         """The largest batch that policy `"auto"` has planned for in the last run; None without one."""
-        return None if self._planning is None else self._planning.batch
+        return self._planning.batch
 
     @property
     def prediction(self) -> str | None:
         """What the plan of policy `"auto"` is predicted to need, besides plain training and the budget; else None."""
-        return None if self._planning is None else self._planning.describe()
+        return self._planning.describe()
 
     def report(self) -> dict[str, float]:
         """Return the figures of the last run by their `ckpt/...` names; empty before one has ended."""
@@ -198,20 +194,17 @@ class HFCkptCallback(TrainerCallback):
         self._check_alone(state, kwargs.get("model"))
         check_engine(args)
         if self._options["on_oom"] == "escalate":
-            from hf_ckpt.recovery.recovery import check_asked
-
-            check_asked(args)
+            _recovery().check_asked(args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
         # From here on a process that leaves is noticed by the others.
         watchdog.start()
         if (trainer := trainer_being_built()) is not None:
-            hold_off_accelerates_checkpointing(trainer, self)
+            hold_off_accelerates_checkpointing(trainer, self, is_quiet=self._messages.is_quiet)
         model = kwargs.get("model")
         if model is not None:
-            call = train_call_of(model)
             # A call of a Trainer that goes on has put its plan on the model.
-            is_trained_now = call is not None and call.is_running()
+            is_trained_now = train_call_of(model).is_running()
             if not is_trained_now:
                 _remove_earlier_plan(model)
             # With them some engines cannot even prepare the model.
@@ -220,8 +213,7 @@ class HFCkptCallback(TrainerCallback):
                 use_cache.record(model)
             # Before an engine shards the model.
             self._before_sharding.note(model, SavedFiles.of(model))
-            if self._auto is not None:
-                self._auto.keep_shape(model)
+            self._source.keep_shape(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -238,57 +230,90 @@ class HFCkptCallback(TrainerCallback):
         # In a search for hyperparameters each trial may have another model, which on_init_end has not seen.
         self._saved_files = SavedFiles.of(model) if is_whole else self._before_sharding.of(model)
         use_cache.restore_recorded(model)
-        say_who_governs(args)
+        say_who_governs(args, model, is_quiet=self._messages.is_quiet)
+        dataloader = kwargs.get("train_dataloader")
         with watchdog.watched_training(train_call()) as watch:
-            planning, policy, input_gradients = self._planned(args, state, kwargs)
-            run = self._run = TrainingRun(
-                model, policy, self._structure, self._prove, input_gradients, watch, use_cache=args.use_cache
+            given = {"dataloader": dataloader, "optimizer": kwargs.get("optimizer")}
+            self._planning, policy, is_on = self._source.begin_run(
+                model, args, state, **given, input_gradients=self._options["input_require_grads"]
             )
+            run = self._run = TrainingRun(model, policy, self._structure, self._prove, watch)
         try:
-            self._recovery = self._begin_recovery(run, args, state)
-            if planning is not None or self._recovery is not None:
-                run.applied.join_ladder()
-            self._begin(run, args, state)
-            if planning is not None:
-                put_in_force = partial(self._put_in_force, run, args, state)
-                run.applied.on_remove(planning.watch(model, put_in_force).remove)
-            if planning is not None or run.applied.offloaders:
-                _announce_lengths(run, _largest(planning, args, state, kwargs.get("train_dataloader")))
-            # Last: its hook comes before theirs.
-            run.remove_when_interrupted()
+            self._begin(run, args, state, is_on, dataloader)
         except BaseException as error:
             self._fail(run, error)
             raise
 
-    def _begin(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> None:
-        """Say what is in force, and hold it against the plan of the run that is resumed."""
+    def _begin(
+        self, run: TrainingRun, args: TrainingArguments, state: TrainerState, input_gradients: bool | None, data: Any
+    ) -> None:
+        """Make the parts of a run, say what is in force, and hold it against the plan of the run that is resumed."""
+        planning = self._planning
+        cache = CacheOff(run, of_trainer=args.use_cache)
+        is_on = choose_input_gradients(run.model, run.applied.stacks, input_gradients)
+        run.applied.on_remove(InputGradients(run.model, is_on).restore)
+        # The order counts. The cache is off before anything looks at the model. What regions have found is raised
+        # before planning says that a forward did not run, and both before a step is held against its plan, which may
+        # have failed for these reasons. The clock starts once the hooks of the first step are placed. What recovery
+        # notes of a step comes last: nothing may change between that and the first micro-batch.
+        self._parts = [
+            cache,
+            # DeepSpeed changes the weights in the backward of the last micro-batch.
+            Regions(run, is_told_before_update=getattr(args, "deepspeed_plugin", None) is None),
+            planning,
+            StepProof(run, is_proven=self._prove != "off", is_compiled=args.torch_compile),
+            run.clock,
+        ]
+        recovery = self._begin_recovery(run, args, state)
+        self._parts += recovery
+        if any(part.changes_plans for part in self._parts):
+            run.applied.join_ladder()
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
-            run.report_failures(None if self._recovery is None else is_out_of_memory)
+            _place(run, run.watch.report_failures(run.model, is_out_of_memory if recovery else None))
         self.plan = run.applied.plan
         if state.global_step:
             check_resumed_plan(self.plan, resumed_folder(args, state), is_strict=self._options["strict_resume"])
-        self._messages.begin(args, state, self.plan, output_folder(args) / PLAN_FILE, self.prediction)
-        self._announce_plan(args, state, self.plan)
+        folder = output_folder(args)
+        self._messages.begin(args, state, self.plan, folder / PLAN_FILE, self.prediction)
+        self._parts.append(PlanFile(self.plan, folder, is_written=state.is_world_process_zero))
         self._saved_in = None
         run.applied.on_remove(SaveWatch(running_trainer(), partial(self._note_save, state)).remove)
+        if planning.changes_plans or run.applied.offloaders:
+            num_rows = state.train_batch_size or args.train_batch_size
+            self._parts.append(BatchLengths(planning.longest_batch(num_rows, data)))
+        for part in self._parts:
+            _place(run, part.place_hooks(run.model, partial(self._change_plan, run)))
+        if run.call.is_running():
+            # Last: its hook comes before theirs.
+            run.applied.remove_on_use_after(run.call, run.model, cache.leave)
 
-    def _begin_recovery(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> Recovery | None:
+    def _begin_recovery(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> list[Part]:
+        """Return the part that recovers steps; none where that is not asked for, or cannot be."""
         if not self._is_escalated:
-            return None
-        from hf_ckpt.recovery.recovery import begin
-
+            return []
         trainer = running_trainer() or (None if self._trainer is None else self._trainer())
-        announce = partial(self._announce_plan, args, state)
-        recovery = begin(trainer, args, run, announce, self._planning, **self._rungs)
-        if recovery is not None and state.global_step:
+        recovery = _recovery().begin(
+            *(trainer, args, run, partial(self._change_plan, run), self._planning),
+            is_exact=self._options["exact"] is not False,
+            quiet_steps=self._options["quiet_steps"],
+        )
+        if recovery is None:
+            return []
+        if state.global_step:
             recovery.resume(resumed_folder(args, state))
-        return recovery
+        return [recovery]
 
-    def _announce_plan(self, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:
+    def _change_plan(self, run: TrainingRun, by: Part, plan: Plan) -> None:
+        """Put another plan in force that a part asks for, and let the other parts know."""
+        run.change_plan(plan, is_alone=by.is_alone)
         self.plan = plan
-        if state.is_world_process_zero:
-            write_plan(plan, output_folder(args))
+        for part in self._parts:
+            if part is not by:
+                part.change_plan(plan)
+        if by is self._planning:
+            # Recovery says itself what it has done, and why.
+            self._messages.change_plan(plan, self.prediction or "")
 
     def _check_alone(self, state: TrainerState, model: nn.Module | None) -> None:
         """Refuse a second callback on one Trainer, which would take the first one's plan for a leftover.
@@ -300,7 +325,8 @@ class HFCkptCallback(TrainerCallback):
         if first is None:
             return
         error = PolicyError(
-            f"Two HFCkptCallbacks are on this Trainer, with policies {first._describe()} and {self._describe()}, but "
+            f"Two HFCkptCallbacks are on this Trainer, with policies {first._source.describe()} and "
+            f"{self._source.describe()}, but "
             "one plan governs a model. Pass one of them; different layers are different rules of one policy: "
             'HFCkptCallback([{"layers": "0:8", "mode": "full"}, {"layers": "8:", "mode": "ffn"}]).'
         )
@@ -312,70 +338,26 @@ class HFCkptCallback(TrainerCallback):
 
     def _check_not_training(self) -> None:
         """Refuse to begin a run within another one of this callback, which is told of the events of both."""
-        if self._run is not None and self._run.is_under_way():
+        if self._run is not None and self._run.call.is_around_another():
             raise AlreadyAppliedError(
                 "A Trainer was started while another one with the same HFCkptCallback trains, and the callback governs "
                 "one run at a time. Give each of them a callback of its own."
             )
 
-    def _describe(self) -> str:
-        if isinstance(self._policy, Plan):
-            return f"a plan for {self._policy.model_class}"
-        return f'"{AUTO}"' if self._policy is None else self._policy.describe()
-
-    def _planned(
-        self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]
-    ) -> tuple[RunPlanner | None, Policy | Plan, bool | None]:
-        """Return the plans of the run under `auto`, the policy to apply, and whether input gradients are asked for."""
-        requested, policy = self._options["input_require_grads"], self._policy
-        if self._auto is not None:
-            policy = self._auto.fallback
-            planning = self._planning = self._auto.begin_or_fall_back(
-                given["model"],
-                args,
-                state,
-                dataloader=given.get("train_dataloader"),
-                optimizer=given.get("optimizer"),
-                input_gradients=requested,
-            )
-            if planning is not None:
-                return planning, planning.plan, planning.input_gradients
-        assert policy is not None, "a run that is not planned for has one, or a fallback"
-        return None, policy, requested
-
-    def _put_in_force(self, run: TrainingRun, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:
-        run.change_plan(plan)
-        if self._recovery is not None:
-            self._recovery.plan_again(plan)
-        self._messages.change(plan, self.prediction or "")
-        self._announce_plan(args, state, plan)
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Switch the cache off and see that the plan is in force."""
-        run = self._running()
-        try:
-            # DeepSpeed changes the weights in the backward of the last micro-batch.
-            run.start_step(is_told_before_update=getattr(args, "deepspeed_plugin", None) is None)
-        except (PlanMismatchError, UnsupportedError) as error:
-            self._fail(run, error)
-            raise
-        if self._recovery is not None:
-            self._recovery.begin_step()
+        with self._event() as parts:
+            for part in parts:
+                part.begin_step()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hold what ran against the plan, and what was recomputed against the forward, while gradients are there."""
-        run = self._running()
-        try:
-            run.raise_pending_errors()
-        except UnsupportedError as error:
-            self._fail(run, error)
-            raise
-        self._end_micro_batch(run)
-        faults = run.faults_of_step(is_compiled=args.torch_compile)
+        with self._event() as parts:
+            faults = [fault for part in parts for fault in part.faults_of_step()]
         if faults:
             taken = "\nDeepSpeed has taken this step already: the weights are no longer those of before it."
             self._warn_or_raise(PlanMismatchError, "\n".join(faults), taken if getattr(args, "deepspeed", None) else "")
@@ -394,32 +376,26 @@ class HFCkptCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """See, under `auto`, that what was planned for has run."""
-        self._end_micro_batch(self._running())
-
-    def _end_micro_batch(self, run: TrainingRun) -> None:
-        if self._planning is None:
-            return
-        try:
-            self._planning.end_micro_batch()
-        except UnsupportedError as error:
-            self._fail(run, error)
-            raise
+        with self._event() as parts:
+            for part in parts:
+                part.end_micro_batch()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Note the step: whatever is recomputed of a forward before it would use other weights."""
-        self._running().note_optimizer_step()
-        if self._recovery is not None:
-            self._recovery.end_step()
+        with self._event() as parts:
+            for part in parts:
+                part.end_optimizer_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give the cache back for what comes between steps: evaluation, generation, saving."""
-        run = self._running()
-        run.end_step()
+        with self._event() as parts:
+            for part in parts:
+                part.end_step()
         if control.should_training_stop:
             # Before on_train_end, in which some reporters end their run.
-            self._send_report(run, args, state, control)
+            self._send_report(self._running(), args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the plan into the checkpoint, and see that the adapter in it is whole."""
@@ -434,10 +410,9 @@ class HFCkptCallback(TrainerCallback):
         self._write_into(folder, state)
 
     def _write_into(self, folder: Path, state: TrainerState) -> None:
-        if self.plan is not None and state.is_world_process_zero and folder.is_dir():
-            write_plan(self.plan, folder)
-            if self._recovery is not None:
-                self._recovery.save(folder)
+        if state.is_world_process_zero and folder.is_dir():
+            for part in self._parts:
+                part.save(folder)
 
     def _check_adapter(self, folder: Path, model: nn.Module, timeout_s: float) -> None:
         expected = self._saved_files
@@ -458,8 +433,18 @@ class HFCkptCallback(TrainerCallback):
         """Put the model back as it was found."""
         if self._run is not None:
             self._send_report(self._run, args, state, control)
-            self._run.end_watch()
+            self._run.watch.end()
             self._stop(self._run)
+
+    @contextmanager
+    def _event(self) -> Iterator[list[Part]]:
+        """Yield the parts of the run, in their order. What they find wrong ends it, in all processes."""
+        run = self._running()
+        try:
+            yield self._parts
+        except (PlanMismatchError, UnsupportedError) as error:
+            self._fail(run, error)
+            raise
 
     def _running(self) -> TrainingRun:
         if self._run is None or self._run.is_removed:
@@ -474,7 +459,7 @@ class HFCkptCallback(TrainerCallback):
         self._stop(run)
 
     def _stop(self, run: TrainingRun) -> None:
-        self._run = self._recovery = None
+        self._run, self._parts = None, []
         run.applied.remove()
 
     def _send_report(
@@ -483,43 +468,23 @@ class HFCkptCallback(TrainerCallback):
         if run.is_reported:
             return
         run.is_reported = True
-        predicted_bytes = 0 if self._planning is None else self._planning.predicted_bytes
+        predicted_bytes = self._planning.predicted_bytes
         self._report = metrics.run_figures(run.applied, run.peak, run.clock, predicted_bytes)
-        if self._recovery is not None:
-            self._report |= self._recovery.figures()
+        for part in self._parts:
+            self._report |= part.figures()
         compared = run.peak.compare(predicted_bytes) if predicted_bytes else None
         self._messages.end(compared, self._report)
         metrics.send_to_reporters(self._report, args, state, control, run.model)
 
 
-def _largest(
-    planning: RunPlanner | None, args: TrainingArguments, state: TrainerState, dataloader: Any
-) -> Batch | None:
-    """Return the largest batch that can come to this process, or None where that is not known."""
-    if planning is not None:
-        # Without token ids its length says nothing.
-        return planning.bound if planning.bound is not None and planning.bound.length else None
-    num_rows = state.train_batch_size or args.train_batch_size
-    return largest_text_batch(getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None), num_rows)
+def _recovery() -> Any:
+    return load("recovery.recovery", 'on_oom="escalate"')
 
 
-def _announce_lengths(run: TrainingRun, largest: Batch | None) -> None:
-    """Tell what offloads, before each forward, how long the batch is and how long the longest one will be."""
-    if largest is not None:
-        hook = partial(_announce_length, largest.rows * largest.length)
-        run.applied.on_remove(run.model.register_forward_pre_hook(hook, with_kwargs=True).remove)
-
-
-def _announce_length(most_tokens: int, model: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    # torch calls a hook without keywords that another hook of the same call has just removed.
-    if kwargs is None or torch.compiler.is_compiling() or not model.training:
-        return
-    batch = batch_of(args, kwargs)
-    num_tokens = most_tokens if batch is None else batch.rows * batch.length
-    # Asked each time: another plan may be in force, or this may be a copy of the model.
-    for offloader in offloaders_of(model):
-        # A batch without token ids is taken for one of which nothing is known.
-        offloader.expect_batch(num_tokens, most_tokens)
+def _place(run: TrainingRun, hooks: Iterable[RemovableHandle]) -> None:
+    """Let hooks stand until the plan is removed."""
+    for hook in hooks:
+        run.applied.on_remove(hook.remove)
 
 
 def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
@@ -543,9 +508,8 @@ def _check_not_trained_now(model: nn.Module) -> None:
     Raises:
         AlreadyAppliedError: there is one.
     """
-    call = train_call_of(model)
     # A Trainer that looks for a batch size begins anew within one call.
-    if call is not None and call.is_running() and not call.is_innermost():
+    if train_call_of(model).is_around_another():
         raise AlreadyAppliedError(
             "This Trainer was started while another one with HFCkptCallback trains the same model, under the plan of "
             "that one. Leave HFCkptCallback out of the inner Trainer, or give it another model."

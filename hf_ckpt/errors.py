@@ -31,7 +31,7 @@ class SmallerBatchError(BudgetError, RuntimeError):
     """Raised in its place where `auto_find_batch_size` is to try smaller batches: that goes by type and text."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(f"{text}\nauto_find_batch_size tries fewer rows, as where a device is out of memory.")
+        super().__init__(f"{text}\nauto_find_batch_size tries fewer sequences, as where a device is out of memory.")
 
 
 class StructureError(HFCkptError, ValueError):

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and its pictures from benchmarks/results/: python scripts/benchmark_pages.py.
+"""Write docs/benchmarks.md, its tables and pictures from benchmarks/results/: python scripts/benchmark_pages.py.
 
 Pictures whose data is unchanged are left alone; with --all they are drawn anew too. Needs matplotlib (extra `plot`).
 """

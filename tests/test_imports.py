@@ -30,13 +30,13 @@ ORDER = (
     "distributed",
     "patch",
     "trainer",
+    "own_loop",
+    "callback",
     "simulation",
     "planner",
     "measure",
     "auto",
     "recovery",
-    "own_loop",
-    "callback",
     "integrations",
     "recipe",
     "loading",
@@ -46,6 +46,10 @@ ORDER = (
     "cli",
     "__main__",
 )
+# Three houses. The plugin stands alone; the prediction stands on it; the workshop, which is the rest, on both.
+PREDICTION = {"simulation", "planner", "measure", "auto", "recovery"}
+WORKSHOP = {"integrations", "recipe", "loading", "estimate", "finetune", "verify", "cli", "__main__"}
+PLUGIN = set(ORDER) - PREDICTION - WORKSHOP
 PURE_PYTHON = {"errors", "units", "html_svg", "policy"}
 # The only ones that know YAML, data sets and tokenizers.
 RECIPES = {"recipe", "loading", "estimate", "finetune", "verify", "cli", "__main__"}
@@ -144,6 +148,16 @@ def test_imports_run_downward_only() -> None:
         if found.target_part is not None and ORDER.index(found.target_part) > ORDER.index(found.part)
     ]
     assert upward == []
+
+
+def test_the_plugin_imports_neither_prediction_nor_workshop() -> None:
+    """Not even from inside a function, or for a type: what it needs of them is found by name (`trainer/part.py`)."""
+    outside = PREDICTION | WORKSHOP
+    assert [found.where for found in imports() if found.part in PLUGIN and found.target_part in outside] == []
+
+
+def test_the_prediction_knows_nothing_of_the_workshop() -> None:
+    assert [found.where for found in imports() if found.part in PREDICTION and found.target_part in WORKSHOP] == []
 
 
 def test_no_files_import_each_other() -> None:

@@ -216,7 +216,7 @@ def _rows(results: Results) -> Iterator[str]:
                     f"{one['length']:,} tokens ({one['percent']} % of the predicted length) {_OUTCOMES[one['fits']]}"
                     for one in tried
                 )
-                yield f"**A row in {cap} GiB**, {words}: {trials} ({results.link(name)})."
+                yield f"**A sequence in {cap} GiB**, {words}: {trials} ({results.link(name)})."
 
 
 _OUTCOMES = {True: "trained", False: "ran out of memory", None: "failed"}

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from benchmarks.pages import case_tables, over_step
 from benchmarks.pages.pictures import CONTEXT, HEADLINE, frontier_name, memory_name
 from benchmarks.pages.results import CPU, CUDA, LENGTHS, PREDICTED, Results, Run, ratio_to
-from benchmarks.pages.words import (
-    NOT_YET,
-    case_title,
-    device_words,
-    facts_of,
-    folded,
-    gpu_command,
-    link,
-    links,
-    ratio,
-    table,
-)
+from benchmarks.pages.words import NOT_YET, case_title, gpu_command, installed, kind_words, link, ratio, table
 
 ORDER = (
     *(HEADLINE, "llama2_7b_lora_4096", "llama2_7b_lora_8192", "llama2_7b_lora_2048_eager"),
@@ -27,36 +17,42 @@ ORDER = (
 )
 """Of the cases on the page."""
 
-_HEAD = """# Benchmarks
+_HEAD = """<!-- Written by scripts/benchmark_pages.py from benchmarks/results/: run `make bench-pages`. -->
 
-<!-- Written by scripts/benchmark_pages.py from benchmarks/results/. Do not edit by hand. -->
+# Benchmarks
 
-Every way to save activation memory that we found, compared on the same training step: no checkpointing, what
-`Trainer` has today, what other trainers and libraries have, `torch.compile`, the fixed policies of this library, and
-`auto`. The claims of the literature have [a page of their own](claims.md), and so does [long context](long_context.md).
+"""
+
+_WHAT = f"""Compared are the ways to save activation memory that we found, on the same training step. There is no
+checkpointing, what `TrainingArguments` and accelerate can set (`gradient_checkpointing=True`), and what trl, unsloth,
+axolotl and torchtitan have. There is `torch.compile`, and there are the fixed policies of this library and `auto`.
+
+The tables, with every figure:
+
+- [contenders](data/{case_tables.CONTENDERS}): peak, time and operations of each, and why some could not run
+- [budgets](data/{case_tables.BUDGETS}): at each memory budget `auto` against the best that fits
+- [runs](data/{case_tables.RUNS}): hardware, versions and command of each result
+- [what did not help](data/{case_tables.NO_HELP}): policies that another contender beats both ways
+
+The claims of the literature have [a page of their own](claims.md), and so does [long context](long_context.md).
 """
 
 _READING = """## How to read this
 
-- **Predicted** figures come from a simulated step on the published size: the real modelling code, adapters and
-  optimizer, and a table of what the device can do. Nothing of them was run. **Measured** figures were run. The two
-  never share a column.
-- The **small twin** of a case is the same architecture scaled down until it trains on a CPU. Its operations and bytes
-  are counted exactly; its times are good for nothing but ratios within its own run.
+- **Predicted**: the published size was simulated for a GPU. Nothing was run. **Measured**: it was run.
+- The **small twin** of a case is the same architecture, small enough to train on a CPU. Its operations and bytes are
+  counted exactly. Its times are good for ratios within its own run only.
 - **Peak** is all that lies on the device at the worst moment: weights, optimizer state, gradients, activations.
-  **Held** is what waits between forward and backward, beyond weights, optimizer state and inputs.
-- **Operations** are the floating-point operations of matrix products and attention in a whole step, counted one by one.
-- A **budget** is what one fixed contender takes, just enough memory for it, or a little less, just not enough: on a GPU
-  what torch reserves, which is more than the peak. `auto` plans for the same budget and is compared with the fastest
-  contender that fits. A ratio below one means that `auto` is faster. Contenders under `torch.compile` are in the tables
-  and pictures and not in the budgets: compilation changes more than what is kept.
-- On the CPU, torch's compiler decides what is kept, and its graphs are then run operator by operator: their operations
-  and held bytes count, times and peaks within a layer are not those of generated code.
-- `auto` plans for the time that it predicts, in which memory traffic counts as well. Counted in operations alone it may
-  therefore come after another contender.
-- **What Trainer has today** is what `TrainingArguments` and accelerate's FSDP plugin can set. *None* counts as well.
-- In the pictures the line of `auto` goes in steps from one planned budget to the next; budgets between them would have
-  plans of their own. Open marks have moved part of their memory to the host.
+- **Held** is what waits between forward and backward, beyond weights, optimizer state and inputs.
+- **Operations** are the floating-point operations of matrix products and attention in a whole step.
+- A **budget** is what one fixed contender takes, or a little less. On a GPU that is what torch reserves, which is more
+  than the peak. `auto` plans for the same budget. It is compared with the fastest contender that fits, without those
+  under `torch.compile`: compilation changes more than what is kept.
+- `auto` plans for predicted time. Counted in operations alone, it may come after another contender.
+- On the CPU, graphs of `torch.compile` are run operator by operator: their operations and held bytes count, their times
+  do not.
+- In the pictures the line of `auto` goes in steps from one planned budget to the next. Open marks have moved a part of
+  their memory to the host.
 """
 
 _COMMANDS = """## Run it
@@ -65,11 +61,10 @@ _COMMANDS = """## Run it
 make bench                                  # the small twins on the CPU, in minutes, against the committed results
 make bench-predicted                        # the published sizes, simulated; needs no GPU
 make bench-gpu CASE=llama2_7b_lora_2048     # one case on a CUDA GPU; all of them without CASE
-python scripts/benchmark_pages.py           # this page and its pictures, from the results that are there
+python scripts/benchmark_pages.py           # this page, its tables and pictures, from the results that are there
 ```
 
-Each result says with which command, versions, commit and hardware it was made. Weights are random: no download is
-needed, and speed and memory do not depend on what they are.
+Weights are random: no download is needed, and speed and memory do not depend on their values.
 """
 
 
@@ -79,114 +74,98 @@ def page(results: Results) -> str:
     Args:
         results: all that are there; with none of a kind the page says so.
     """
-    parts = [_HEAD, _summary(results)]
-    parts += [part for case, runs in results.runs.items() for part in _case(case, runs)]
-    parts += [_memory(results), _context(results), _no_help(results), _READING, _COMMANDS, _made_on(results)]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+    parts = [_HEAD + _finding(results), _picture(results), _WHAT, _summary(results), _cases(results)]
+    parts += [_memory(results), _context(results), _no_help(results), _READING, _COMMANDS]
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def _finding(results: Results) -> str:
+    """Return the first paragraph: what auto gains in the memory of what a Trainer user has."""
+    sentences = []
+    if (measured := results.runs.get(HEADLINE, {}).get(CUDA)) and (best := _best(measured)) is not None:
+        sentences.append(
+            f"In the same memory, a step under `auto` takes {ratio(best)} times as long as under the best setting of "
+            f"`TrainingArguments`: measured on one {measured.read['environment']['hardware'].get('gpu', 'GPU')} with "
+            f"{case_title(measured)}, at the budget where it gains most ({link(measured.names[0])})."
+        )
+    predicted = [(best, run) for run in _of_kind(results, PREDICTED) if (best := _best(run)) is not None]
+    if predicted:
+        low, high = min(predicted, key=lambda each: each[0]), max(predicted, key=lambda each: each[0])
+        sentences.append(
+            f"Predicted for {len(predicted)} cases, it is {ratio(low[0])} ({link(low[1].names[0])}) to "
+            f"{ratio(high[0])} ({link(high[1].names[0])}) times as long."
+        )
+    if without := [case for case, runs in results.runs.items() if CUDA not in runs]:
+        sentences.append(f"{len(without)} of {len(results.runs)} cases are {NOT_YET}.")
+    return " ".join(sentences)
+
+
+def _of_kind(results: Results, kind: str) -> list[Run]:
+    return [runs[kind] for runs in results.runs.values() if kind in runs]
+
+
+def _best(run: Run) -> float | None:
+    """Return auto's time over that of the best of Trainer's settings, at the budget where it gains most."""
+    return min((over for budget in _judged(run) if (over := ratio_to(budget, "today")) is not None), default=None)
+
+
+def _judged(run: Run) -> list[Mapping[str, object]]:
+    return list(run.budgets_by_flops if run.kind == CPU else run.budgets)
+
+
+def _picture(results: Results) -> str:
+    runs = results.runs.get(HEADLINE, {})
+    kind = next((kind for kind in (CUDA, PREDICTED) if kind in runs), None)
+    if kind is None:
+        return ""
+    run = runs[kind]
+    image = f"![Peak memory against step time, {_word(run)}](images/{frontier_name(HEADLINE, kind)})"
+    return f"{image}\n\n{case_title(run)}: {kind_words(run)}, {installed(run)} ({link(run.names[0])})."
 
 
 def _summary(results: Results) -> str:
     rows = [row for case, runs in results.runs.items() for row in _summary_rows(case, runs)]
-    header = (
-        "case",
-        "run",
-        "auto over Trainer's best, best budget",
-        "auto over the best fixed contender, worst budget",
-    )
+    header = ("case", "run", "versions", "best budget, over Trainer's best", "worst budget, over the best fixed")
     if not rows:
         return ""
     text = (
         "## In short\n\n"
-        "Time of a step that `auto` planned over that of the fastest contender in the same memory: below one,\n"
-        "`auto` is faster. On the CPU it is counted operations in place of time. Each row links its result;\n"
-        "[how to read this](#how-to-read-this) is at the end."
+        "The time of a step under `auto` over that of the fastest contender in the same memory. Below one, `auto` is\n"
+        "faster. On the CPU, counted operations stand in place of time. Each row links its result."
     )
-    waiting = [case for case, runs in results.runs.items() if CUDA not in runs]
-    without = f"Of {len(waiting)} cases the times are {NOT_YET}: `make bench-gpu`." if waiting else ""
-    return "\n\n".join(filter(None, (text, f'<!-- given "case": its title -->\n{table(header, rows)}', without)))
+    return f'{text}\n\n<!-- given "case", "versions": names -->\n{table(header, rows)}'
 
 
 def _summary_rows(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, ...]]:
     for kind in (PREDICTED, CUDA, CPU):
-        run = runs.get(kind)
-        budgets = (run.budgets_by_flops if kind == CPU else run.budgets) if run else ()
-        worst = max((over for budget in budgets if (over := ratio_to(budget, "fixed")) is not None), default=None)
-        best = min((over for budget in budgets if (over := ratio_to(budget, "today")) is not None), default=None)
-        if run and (best is not None or worst is not None):
-            what = "predicted" if run.is_predicted else f"measured, {device_words(run)}"
-            title = f"[{case_title(run)}](#{_anchor(case)})"
-            yield title, f"[{what}](../benchmarks/results/{run.names[0]})", ratio(best), ratio(worst)
+        if run := runs.get(kind):
+            overs = [over for budget in _judged(run) if (over := ratio_to(budget, "fixed")) is not None]
+            best, worst = _best(run), max(overs, default=None)
+            if best is not None or worst is not None:
+                title = f"[{case_title(run)}](#{_anchor(case)})"
+                result = f"[{kind_words(run)}](../benchmarks/results/{run.names[0]})"
+                yield title, result, installed(run), ratio(best), ratio(worst)
 
 
 def _anchor(case: str) -> str:
     return case.replace("_", "-")
 
 
-def _made_on(results: Results) -> str:
+def _cases(results: Results) -> str:
+    """Return where the pictures of each case are, and what was not run."""
     rows = []
-    for runs in results.runs.values():
-        for run in runs.values():
-            environment = run.read["environment"]
-            hardware = environment["hardware"]
-            chip = hardware.get("gpu") or f"{hardware.get('cpu', 'CPU')}, {hardware.get('num_threads')} thread"
-            versions = environment["versions"]
-            on = f"for {device_words(run)}, on {chip}" if run.is_predicted else chip
-            installed = ", ".join(
-                f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate") if versions.get(name)
-            )
-            rows.append((link(run.names[0]), on, installed, f"`{environment['command']}`"))
+    for case, runs in results.runs.items():
+        there = [runs[kind] for kind in (PREDICTED, CUDA, CPU) if kind in runs]
+        pictures = [f"[{kind_words(run)}](images/{frontier_name(case, run.kind)})" for run in there]
+        files = [f"([result](../benchmarks/results/{run.names[0]}))" for run in there]
+        shown = [f"{picture} {file}" for picture, file in zip(pictures, files, strict=True)]
+        missing = [] if CUDA in runs else [f"{NOT_YET}: `{gpu_command(case)}`"]
+        title = f'<a id="{_anchor(case)}"></a>{case_title(there[0])}'
+        rows.append((title, "; ".join([*shown, *missing])))
     if not rows:
         return ""
-    return f"## Hardware and versions\n\n{table(('result', 'made on', 'versions', 'command'), rows)}"
-
-
-def _case(case: str, runs: Mapping[str, Run]) -> Iterator[str]:
-    first = next(iter(runs.values()))
-    titled = next((runs[kind] for kind in (PREDICTED, CUDA, CPU) if kind in runs), first)
-    yield f'<a id="{_anchor(case)}"></a>\n\n## {case_title(titled)}'
-    yield from _on_published_size(case, runs)
-    if CPU in runs:
-        yield from _on_twin(case, runs[CPU])
-    if refused := case_tables.not_run(list(runs.values())):
-        yield folded("Contenders without figures, and why", refused)
-
-
-def _on_published_size(case: str, runs: Mapping[str, Run]) -> Iterator[str]:
-    runs = {kind: runs[kind] for kind in (PREDICTED, CUDA) if kind in runs}
-    yield "### The published size"
-    if not runs:
-        yield f"Not predicted, and {NOT_YET}: `{gpu_command(case)}`."
-        return
-    for kind, run in runs.items():
-        yield _image(frontier_name(case, kind), "Peak memory against step time", run)
-        yield from _budgets(run)
-    if CUDA not in runs:
-        yield f"Measured: {NOT_YET}. The command is `{gpu_command(case)}`."
-    facts = facts_of(next(iter(runs.values())))
-    text = f"{_words(runs.values())}; pictures and tables from {case_tables.sources(runs)}.\n{facts}"
-    yield folded("All contenders", text, case_tables.published_size(case, runs))
-
-
-def _on_twin(case: str, run: Run) -> Iterator[str]:
-    yield "### The small twin, on a CPU"
-    yield _image(frontier_name(case, CPU), "Peak memory against operations of a step", run)
-    yield from _budgets(run)
-    text = f"Measured, and peaks predicted too; picture and tables from {links(run.names)}.\n{facts_of(run)}"
-    yield folded("All contenders on the small twin", text, case_tables.twin(run))
-
-
-def _budgets(run: Run) -> Iterator[str]:
-    if run.budgets or run.budgets_by_flops:
-        yield f"At each budget, {_word(run)} ({links(run.names)}):"
-        yield case_tables.budgets(run)
-
-
-def _image(name: str, words: str, run: Run) -> str:
-    return f"![{words}, {_word(run)}](images/{name})"
-
-
-def _words(runs: Iterable[Run]) -> str:
-    return " and ".join(_word(run) for run in runs).capitalize()
+    note = '<!-- given "case": its title -->'
+    return f"## The cases\n\nA picture of each run:\n\n{note}\n{table(('case', 'pictures'), rows)}"
 
 
 def _word(run: Run) -> str:
@@ -195,14 +174,14 @@ def _word(run: Run) -> str:
 
 def _memory(results: Results) -> str:
     runs = results.runs.get(HEADLINE, {})
-    parts = [
-        f"{_image(memory_name(kind), 'Memory over one step for five modes', run)}\n\n"
-        f"{_word(run).capitalize()}, drawn from {links(run.names)}."
-        for kind, run in runs.items()
-        if over_step.data_of(run)
-    ]
+    kind = next((kind for kind in (CUDA, PREDICTED, CPU) if kind in runs and over_step.data_of(runs[kind])), None)
+    if kind is None:
+        return ""
+    run = runs[kind]
     return (
-        "\n\n".join(("## Memory over the step", "The dotted line is the first panel again.", *parts)) if parts else ""
+        "## Memory over the step\n\nFive modes of one step; the dotted line is the first panel again.\n\n"
+        f"![Memory over one step for five modes, {_word(run)}](images/{memory_name(kind)})\n\n"
+        f"{_word(run).capitalize()}, drawn from {link(run.names[0])}."
     )
 
 
@@ -210,24 +189,27 @@ def _context(results: Results) -> str:
     if results.lengths is None:
         return ""
     return (
-        f"## Context against the memory of the card\n\n![Longest row against memory](images/{CONTEXT})\n\n"
-        f"Predicted, drawn from {link(LENGTHS)}; the dashed lines are figures that others published,\n"
-        "for their own code and their own cards. The table and its sources are on the page about\n"
-        "[long context](long_context.md)."
+        f"[The longest sequence against the memory of the GPU](images/{CONTEXT}) is predicted, from\n"
+        f"{link(LENGTHS)}. Its dashed lines are figures\nthat others published for their own code. "
+        "[Long context](long_context.md) has the table and its sources."
     )
 
 
 def _no_help(results: Results) -> str:
-    lines = []
-    for runs in results.runs.values():
-        for run in runs.values():
-            what = "predicted" if run.is_predicted else f"measured, {device_words(run)}"
-            if found := case_tables.no_help(run):
-                lines.append(f"- {links(run.names[:1])} ({what}). {found}")
-    if not lines:
+    """Return which fixed policies of ours were beaten, and in how many results; and where auto was not the fastest."""
+    found = [row for runs in results.runs.values() for run in runs.values() for row in case_tables.no_help(run)]
+    if not found:
         return ""
+    beaten = Counter(row["what"] for row in found if row["what"] != "auto")
+    lost = [row for row in found if row["what"] == "auto"]
+    lines = [f"- `{name}`: {count}" for name, count in beaten.most_common()]
     text = (
-        "Found by rule in each result: fixed policies of this library that another contender beats both ways, and\n"
-        "budgets for which the planned step is not the fastest."
+        "Fixed policies of this library that another contender beats in memory and in time (on the CPU: in\n"
+        f"operations), and in how many results. [Which contender, in which result](data/{case_tables.NO_HELP}):"
     )
-    return "\n".join(("## What did not help", "", text, "", *lines))
+    parts = ["## What did not help", text, "\n".join(lines)] if lines else ["## What did not help"]
+    if lost:
+        where = ", ".join(dict.fromkeys(f"{row['case']} ({row['run']})" for row in lost))
+        sentence = f"`auto` costs more than what fits as well at {len(lost)} budgets: {where}."
+        parts.append(f"<!-- given: titles of cases -->\n{sentence}")
+    return "\n\n".join(parts)

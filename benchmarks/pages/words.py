@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from benchmarks.pages.drawing import GIB, MIB
 from benchmarks.pages.results import CPU, CUDA, Run
 
 NOT_YET = "not yet measured on a GPU"
@@ -42,24 +44,16 @@ def kind_words(run: Run) -> str:
     return f"predicted for {device_words(run)}" if run.is_predicted else f"measured, {device_words(run)}"
 
 
+def installed(run: Run) -> str:
+    """Return the versions that a run was made with."""
+    versions = run.read["environment"]["versions"]
+    names = ("torch", "transformers", "accelerate")
+    return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+
+
 def gpu_command(case: str) -> str:
     """Return the command that measures a case."""
     return f"make bench-gpu CASE={case}"
-
-
-def gib(num_bytes: int | None) -> str:
-    """Return bytes as a bare number of GiB."""
-    return "" if num_bytes is None else f"{num_bytes / GIB:.1f}"
-
-
-def mib(num_bytes: int | None) -> str:
-    """Return bytes as a bare number of MiB."""
-    return "" if num_bytes is None else f"{num_bytes / MIB:.1f}"
-
-
-def milliseconds(number: float | None) -> str:
-    """Return a time as a bare number."""
-    return "" if number is None else f"{number:,.0f}"
 
 
 def ratio(number: float | None) -> str:
@@ -72,11 +66,6 @@ def link(name: str) -> str:
     return f"[{name}](../benchmarks/results/{name})"
 
 
-def links(names: Sequence[str]) -> str:
-    """Return the links of the page to results."""
-    return ", ".join(map(link, names))
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of Markdown."""
     return "\n".join(_lines(header, rows))
@@ -86,6 +75,16 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     yield f"| {' | '.join(header)} |"
     yield f"|{' --- |' * len(header)}"
     yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as CSV, with the keys of the first as header; None is an empty cell."""
+    rows = list(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def folded(summary: str, *parts: str) -> str:

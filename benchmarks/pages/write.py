@@ -1,9 +1,10 @@
-"""The page and the pictures as files."""
+"""The page, its tables and the pictures as files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.pages.case_tables import tables
 from benchmarks.pages.drawing import digest_in, digest_of
 from benchmarks.pages.page import ORDER, page
 from benchmarks.pages.pictures import pictures
@@ -14,12 +15,15 @@ _OURS = ("benchmarks-*.png", "readme-*.png")
 
 
 def write(results: Path, docs: Path, *, is_all: bool = False) -> list[Path]:
-    """Write the page and the pictures that are stale, remove those that nothing draws, and return what was written.
+    """Write the page, its tables and the pictures that are stale; remove pictures that nothing draws any more.
 
     Args:
         results: folder of the JSONs.
-        docs: folder of the page; the pictures go to `images` below it.
+        docs: folder of the page; the pictures go to `images` below it, the tables to `data`.
         is_all: draw pictures that are up to date too.
+
+    Returns:
+        What was written.
     """
     read = read_all(results, ORDER)
     images = docs / "images"
@@ -34,4 +38,8 @@ def write(results: Path, docs: Path, *, is_all: bool = False) -> list[Path]:
             picture.draw(picture.data, path)
             written.append(path)
     (docs / PAGE).write_text(page(read), encoding="utf-8")
+    (docs / "data").mkdir(exist_ok=True)
+    for name, text in tables(read).items():
+        (docs / "data" / name).write_text(text, encoding="utf-8")
+        written.append(docs / "data" / name)
     return [*written, docs / PAGE]

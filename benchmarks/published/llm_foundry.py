@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.published.torchtitan import sent_in_float32
-from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
+from hf_ckpt.simulation.fsdp_tape import FsdpTape
 
 
 class Mpt(nn.Module):
@@ -123,5 +123,5 @@ class _Metrics(torch.autograd.Function):
 @contextmanager
 def reduced_in_float32() -> Iterator[None]:
     """Reduce gradients in float32."""
-    with mock.patch.object(RankTape, "_sent_bytes", sent_in_float32):
+    with mock.patch.object(FsdpTape, "_sent_bytes", sent_in_float32):
         yield

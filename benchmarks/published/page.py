@@ -1,4 +1,4 @@
-"""docs/accuracy.md and its picture, from the result of `measure`.
+"""docs/accuracy.md, its picture and its tables, from the result of `measure`.
 
 python -m benchmarks published_page
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +16,38 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.pages.drawing import GIB, digest_in, digest_of, figure_of, plain, save
-from benchmarks.pages.words import table
+from benchmarks.pages.words import csv_text, table
 from benchmarks.published.points import FOLDER, Source, sources
-from benchmarks.published.summary import group_of, has_run
+from benchmarks.published.summary import NCCL, group_of, has_run
 from benchmarks.runner import RESULTS, add_out, main
 
 RESULT = RESULTS / "published.json"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "accuracy.md"
 PICTURE = "accuracy.png"
+POINTS, SOURCES = "accuracy-points.csv", "accuracy-sources.csv"
+"""The tables, in the folder `data` next to the page."""
 
 Record = dict[str, Any]
 
-_HEAD = """<!-- Written by benchmarks/published/page.py from benchmarks/results/published.json: run that. -->
+_LINK = "[published.json](../benchmarks/results/published.json)"
+_NUM_WORST = 5
+_HEAD = """<!-- Written by benchmarks/published/page.py from benchmarks/results/published.json: make bench-pages -->
 
 # Accuracy
 
-How near are predictions to what others measured on GPUs? Each row is a measurement that somebody published with a
-configuration precise enough to build the same step. Of memory nothing is fitted but the size of CUDA's context, below;
-of times some constants are, to half of the points. What the measured versions of other libraries did differently from
-the installed ones (their loss, their checkpointing) is emulated by name, in `benchmarks/published/emulations.py`. No
-GPU is needed to run it again:
-
-```sh
-python -m benchmarks published          # predict all points, on one core
-python -m benchmarks published_page     # write this page
-```
-
-![Predicted against published memory](images/accuracy.png)
 """
-_LINK = "[published.json](../benchmarks/results/published.json)"
+_PICTURE = f"""![Predicted against published memory](images/{PICTURE})
+
+Each mark is a measurement that somebody else published, with a configuration precise enough to build the same step.
+Nothing was run on a GPU for this page. What the measured versions of other libraries did differently from the installed
+ones is emulated by name, in `benchmarks/published/emulations.py`.
+
+The tables, with every figure in bytes:
+
+- [every point](data/{POINTS}): what was published, what is predicted, both ratios, and why it differs
+- [every source](data/{SOURCES}): its hardware, versions, what was measured and how it was configured
+- the whole result: {_LINK}
+"""
 _OTHERS = """## What others state
 
 <!-- given: as their authors state it -->
@@ -53,56 +56,82 @@ _OTHERS = """## What others state
 | [LLMem](https://arxiv.org/abs/2404.10933) | 1.6 % on one GPU, 3.0 % on several |
 | [estimator for multimodal models](https://arxiv.org/abs/2512.07853) | 8.7 % |
 """
+_COMMANDS = """## Run it
+
+No GPU is needed:
+
+```sh
+python -m benchmarks published          # predict all points, on one core
+python -m benchmarks published_page     # write this page and its tables
+```
+"""
 
 
 def render(result: Record) -> str:
     """Return docs/accuracy.md."""
     records = result["points"]
-    why: dict[str, str] = {}
-    for entry in reasons():
-        reason = f"Time: {entry['reason']}" if entry.get("of") == "time" else entry["reason"]
-        why |= {name: f"{why[name]} {reason}" if name in why else reason for name in entry["points"]}
-    parts = [_HEAD, _in_short(result), _OTHERS, _sources(records), _held_out(records)]
-    groups = dict.fromkeys(map(group_of, records))
-    parts += [_points(group, [one for one in records if group_of(one) == group], why) for group in groups]
+    parts = [
+        _HEAD + _finding(result),
+        _PICTURE,
+        "## What torch allocates",
+        f"Peak of `max_memory_allocated`, from {_LINK}:",
+        _accuracy_table(result, "ratio"),
+        "## What torch reserves",
+        f"`max_memory_reserved`, or what nvidia-smi shows, from {_LINK}:",
+        _accuracy_table(result, "reserved_ratio"),
+        _contexts(result),
+        _REPEATED,
+        _times(result),
+        _worst(records),
+        _held_out(records),
+        _OTHERS,
+        _sources(records),
+        _COMMANDS,
+    ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _finding(result: Record) -> str:
+    allocated, reserved = (
+        next(each for each in result["summary"] if each["what"] == what and each["group"] == "all")
+        for what in ("ratio", "reserved_ratio")
+    )
+    times, fits = result["times"][-1], result["answers"]
+    return (
+        f"Predicted peak memory is right within {_percent(allocated['largest_error'])} for each of the "
+        f"{allocated['num_points']} published steps and modules that say what torch allocated. What torch reserves is "
+        f"harder: half of {reserved['num_points']} points are right within {_percent(reserved['median_error'], 1)}, "
+        f"and the worst is wrong by {_percent(reserved['largest_error'], 1)}. On {times['num_points']} points that no "
+        f"constant was fitted to, the mean error of a step's time is {_percent(times['mean_error'], 1)}, and the "
+        f"largest {_percent(times['largest_error'], 1)}. Of "
+        f'{fits["num_ran"]} steps that ran, {fits["num_ran_but_does_not_fit"] or "none"} was answered "does not fit", '
+        f'and {fits["num_ran_and_perhaps"]} "perhaps". Of {fits["num_failed"]} that ran out of memory, '
+        f'{fits["num_failed_but_fits"] or "none"} was answered "fits" ({_LINK}).'
+    )
+
+
+def _contexts(result: Record) -> str:
+    sizes = "; ".join(
+        f"{'NCCL, on several GPUs' if name == NCCL else name}: {size / 2**20:,.0f} MiB"
+        for name, size in result["context_bytes"].items()
+    )
+    return (
+        "nvidia-smi also shows CUDA's context, and what NCCL takes. These sizes are the only ones that are fitted: "
+        f"{sizes} ({_LINK}). They are medians over a quarter of the rows, chosen by the hash of their names; those "
+        "rows are not judged. nvidia-smi was read once a second, so it does not see what only the first step holds."
+    )
 
 
 _REPEATED = """
 <!-- given: the files of fms-acceleration of two commits, and of three -->
-Rows that fms-acceleration measured again with other versions, to the same bytes allocated, say what such a figure is
-worth: santacoder, full, 4 x 2,048 on one GPU shows 13,953 MiB at 9239802 and 15,116 MiB at 24bdadb, Mistral 7B, full,
-76,045 and 77,256 MiB, so that a context is one of a source and not of a card; Mistral 7B, QLoRA, 4 x 4,096 on two GPUs
-shows 19,429 MiB at 97fc3c1 and 20,190 MiB at 9239802, so that sharded steps repeat themselves to 4 % at best.
+The same step, measured again with other versions, shows what such a figure is worth. Santacoder on one GPU (full, 4 x
+2,048) shows 13,953 MiB in one commit of fms-acceleration and 15,116 MiB in another. Mistral 7B (QLoRA, 4 x 4,096, two
+GPUs) shows 19,429 and 20,190 MiB. Both allocate the same bytes. Sharded steps repeat themselves to 4 % at best.
 """
 
 
-def _in_short(result: Record) -> str:
-    fits = result["answers"]
-    verdicts = (
-        f'Of {fits["num_ran"]} steps that ran, {fits["num_ran_but_does_not_fit"]} are answered "does not fit" and '
-        f'{fits["num_ran_and_perhaps"]} "perhaps"; of {fits["num_failed"]} that ran out of memory, '
-        f'{fits["num_failed_but_fits"]} are answered "fits".'
-    )
-    contexts = "; ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in result["context_bytes"].items())
-    parts = (
-        "## In short",
-        f"Peak of `max_memory_allocated`, from {_LINK}:",
-        _accuracy_table(result, "ratio"),
-        f"What torch reserves, `max_memory_reserved`, or what nvidia-smi shows, from {_LINK}:",
-        _accuracy_table(result, "reserved_ratio"),
-        f"nvidia-smi shows CUDA's context too, and on several GPUs what NCCL takes: {contexts} ({_LINK}), the medians "
-        "of what it showed beyond the prediction in a quarter of the rows: chosen by the hash of their names, not "
-        "judged. Read once a second, it does not see what only the first step holds for a moment.",
-        _REPEATED,
-        f"{verdicts} ({_LINK})",
-        _times(result),
-    )
-    return "\n\n".join(part.strip() for part in parts)
-
-
 def _times(result: Record) -> str:
-    """Return what is to be said of times, with a table by card."""
+    """Return what is to be said of times, with a table by GPU."""
     rows = [
         (
             times["card"],
@@ -115,19 +144,14 @@ def _times(result: Record) -> str:
         )
         for times in result["times"]
     ]
-    header = ("card", "half", "points", "mean error", "mean difference", "predicted too short", "largest error")
-    text = (
-        f"Times of steps, from {_LINK}. Fitted to half of the points, chosen by the hash of their names, are what a "
-        "card reaches in matrix products and in memory (`hf_ckpt/simulation/measured_devices.json`), what the host "
-        "needs for a unit of FSDP (`Device.unit_seconds`), and of a source's machine the link between its cards, the "
-        "speed of its host, what it does between steps and the rate of Triton's attention (`sources.yaml`). The other "
-        "half tests them. For LLM Foundry it was blind but for one row, mpt_1b, 14 x 2,048 on H100, which gave a first "
-        "value of that rate; for others not: rows of both halves showed how FSDP1's host waits, before anything was "
-        "fitted, and that an A100 was predicted too short once QLoRA's steps had been corrected, after which its rates "
-        "were fitted once more: the least sum of errors, since a few rows wait for their host. Nothing is fitted to "
-        "sources that are held out."
-    )
-    return f'{text}\n\n<!-- given "card": names of cards -->\n{table(header, rows)}'
+    header = ("GPU", "half", "points", "mean error", "mean difference", "predicted too short", "largest error")
+    text = f"""## Times of steps
+
+Some constants are fitted to half of the points, chosen by the hash of their names. The other half tests them. Fitted
+are the rates that a GPU reaches in matrix products and in memory, the time that the host needs for a unit of FSDP, and
+of a source's machine the link between its GPUs and the speed of its host (`sources.yaml` and
+`hf_ckpt/simulation/measured_devices.json`). Nothing is fitted to sources that are held out. From {_LINK}:"""
+    return f'{text}\n\n<!-- given "GPU": names of GPUs -->\n{table(header, rows)}'
 
 
 def _accuracy_table(result: Record, what: str) -> str:
@@ -151,19 +175,49 @@ def _percent(share: float, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def _worst(records: Sequence[Record]) -> str:
+    """Return the points with the largest errors, and where the reasons are."""
+    by_name = sources()
+    rows = []
+    for name, what in (("reserved_ratio", "reserved"), ("time_ratio", "time")):
+        judged = [record for record in records if record.get(name) and not record.get("is_used")]
+        for record in sorted(judged, key=lambda each: -abs(each[name] - 1))[:_NUM_WORST]:
+            link = f"{by_name[record['source']].link(record['file'])}#L{record['row']}"
+            rows.append((what, f"[{record['title']}]({link})", record.get("card", ""), f"{record[name]:.2f}"))
+    return (
+        "## Where predictions are wrong\n\nThe five largest errors of what is reserved, and of times: predicted over "
+        f"published, from {_LINK}. [Every point](data/{POINTS}) that is wrong by more than a hundredth (allocated), a "
+        "twentieth (reserved) or a tenth (time) has its reason in the last column, or says `unexplained`.\n\n"
+        f'<!-- given "step": names of steps -->\n{table(("what", "step", "GPU", "ratio"), rows)}'
+    )
+
+
+def _held_out(records: Sequence[Record]) -> str:
+    num_held_out = sum(record["is_held_out"] for record in records)
+    whole = [source.title for source in _sources_of(records) if source.is_held_out]
+    more = f" All points of these sources are among them: {'; '.join(whole)}." if whole else ""
+    return (
+        f"## Held out\n\n{num_held_out} of {len(records)} points were predicted only when the code was final, chosen "
+        f"by the hash of their names or by their source.{more} Some of them showed causes that the code did not count, "
+        "and the code was changed. From then on they test nothing. "
+        "[Which, and what was predicted before](../benchmarks/published/held_out.md), stands by itself."
+    )
+
+
 def _sources(records: Sequence[Record]) -> str:
     rows = [
-        (
-            f"[{source.title}]({source.link('')})",
-            source.hardware,
-            source.versions,
-            source.measured,
-            source.configuration,
-        )
-        for source in _sources_of(records)
+        (f"[{source.title}]({source.link('')})", source.hardware, str(_count(records, name)))
+        for name, source in sources().items()
+        if _count(records, name)
     ]
-    header = ("source", "hardware", "versions", "what was measured", "configuration")
-    return f"## Sources\n\n<!-- given: what the sources say -->\n{table(header, rows)}"
+    return (
+        f"## Sources\n\nVersions and configurations are in [the table of sources](data/{SOURCES}).\n\n"
+        f"<!-- given: what the sources say -->\n{table(('source', 'hardware', 'points'), rows)}"
+    )
+
+
+def _count(records: Sequence[Record], source: str) -> int:
+    return sum(record["source"] == source for record in records)
 
 
 def _sources_of(records: Sequence[Record]) -> list[Source]:
@@ -171,97 +225,57 @@ def _sources_of(records: Sequence[Record]) -> list[Source]:
     return [source for name, source in sources().items() if name in names]
 
 
-_LOOKED_AT = (
-    "Two causes were found with such rows in view, so that they test nothing any more: of santacoder, what GPTBigCode "
-    "and its loss keep, and of what fms-acceleration reserved, the order in which kernels, Granite's logits and the "
-    "wrapping of FSDP1 allocate. Both are as the code is, and no constant was chosen."
-)
-_BEFORE = """
-<!-- given: what was predicted at 0c7d335, before what torch gives back was counted -->
-The rows of fms-acceleration, fused kernels and of torchtitan, and how they are built, were committed before any of them
-was predicted (0c7d335). While they were read, the optimizer under FSDP was found to be counted in the wrong dtype, and
-mended before. Nothing that they allocate was changed since, but for two tokens (below). What torch gives back where a
-card is full was added when what they reserve was known: it changes that of lines 2, 34 and 38 of the former. That of
-lines 34 and 38 was predicted at 1.324 and 1.144 at first. Batches of 8 and 32 of the former, and torchao's rows, were
-committed before any of them was predicted (f0d7595), but for line 11, from which it was found that logits are sliced
-twice. That torchtitan repeats keys and values was found from torchao's rows, of which what is reserved was predicted at
-0.968, 0.976 and 0.992 before.
-
-Three causes more were found with the rows of fms-acceleration, fused kernels, in view, after they had been predicted
-(51d0509): its trainer adds tokens and resizes the embeddings; under FSDP1 and autocast PEFT casts inputs to the dtype
-of the shares; and nvidia-smi, read once a second, does not see what only the first step holds. What is reserved there
-was predicted at 0.847 to 1.187 before, and times of adapters on several GPUs at 0.90 to 0.92. Neither tests anything
-any more. That PEFT casts nothing over quantised weights under CUDA's autocast was found next to them, in its code.
-
-Two causes were found in torch's code with torchtitan's and torchao's rows in view, of which what is reserved had been
-predicted at 0.963, 1.082, 0.996, 0.995 and 1.027 (0c35924): FSDP2 gathers in another stream than that in which the
-weights lie that it copies to; and what FSDP lets go of after the backward was counted behind the optimizer's state,
-which is made out of what that leaves. No constant was chosen; what is reserved there tests nothing any more.
-
-Five causes were found in the code of torch and accelerate with more rows in view. What they reserve had been predicted
-at 0.930 to 1.092 (fsdp_qlora), 0.857 to 0.999 (transformers' guide), and 0.849 to 1.023 (fms-acceleration under FSDP1),
-and what line 44 of fsdp_qlora allocates at 0.967 (1053ec4). Where adapters are units of their own, FSDP1 gathers the
-layer before at the end of a layer's backward. While it makes its units, rank 0 sends weights in large buckets;
-accelerate casts shares to float32; what is gathered into is made and emptied once; the optimizer's state is cut as the
-units are. Before torch 1.11 a softmax keeps its input. No constant was chosen. What is reserved by these sources,
-transformers' guide too, tests nothing any more.
-"""
+# --- The tables. ---
 
 
-def _held_out(records: Sequence[Record]) -> str:
-    num_held_out = sum(record["is_held_out"] for record in records)
-    whole = [source.title for source in _sources_of(records) if source.is_held_out]
-    more = f" All points of these sources are among them: {'; '.join(whole)}." if whole else ""
+def tables(result: Record) -> dict[str, str]:
+    """Return the tables next to the page, by the name of their file, as CSV."""
+    return {POINTS: csv_text(_points(result["points"])), SOURCES: csv_text(_rows_of_sources(result["points"]))}
+
+
+def _points(records: Sequence[Record]) -> Iterator[Record]:
+    by_name, why = sources(), dict[str, str]()
+    for entry in reasons():
+        reason = f"Time: {entry['reason']}" if entry.get("of") == "time" else entry["reason"]
+        why |= {name: f"{why[name]} {reason}" if name in why else reason for name in entry["points"]}
+    for record in records:
+        source, smi = by_name[record["source"]], record.get("published_smi_mib")
+        ran_out = "ranks" in record and not has_run(record)
+        yield {
+            "what": record["title"],
+            "group": group_of(record),
+            "source": source.title,
+            "link": f"{source.link(record['file'])}#L{record['row']}",
+            "gpu": record.get("card") or record.get("gpu"),
+            "published": "out of memory" if ran_out else "ran",
+            "published_allocated_bytes": record["published_bytes"],
+            "predicted_allocated_bytes": record["predicted_bytes"],
+            "allocated_ratio": _ratio(record["ratio"]),
+            "published_reserved_bytes": record.get("published_reserved_bytes"),
+            "published_nvidia_smi_bytes": None if smi is None else smi * 2**20,
+            "predicted_reserved_bytes": record.get("predicted_reserved_bytes"),
+            "reserved_ratio": _ratio(record.get("reserved_ratio")),
+            "gives_context": record.get("is_used", False),
+            "answer": record.get("fits"),
+            "time_ratio": _ratio(record.get("time_ratio")),
+            "time_is_fitted": record.get("is_fitted_time", False),
+            "is_held_out": record["is_held_out"],
+            "why_it_differs": why.get(record["name"]),
+        }
+
+
+def _rows_of_sources(records: Sequence[Record]) -> Iterator[Record]:
     for source in _sources_of(records):
-        if source.blind_ratios:
-            ratios = " and ".join(f"{ratio:.3f}" for ratio in source.blind_ratios)
-            more += f" {source.title}: held out at first, and predicted at {ratios}; the code was changed since."
-    return (
-        "## Held out\n\nSome points, chosen by the hash of their names, were predicted only when the code was final: "
-        f"rows marked with a star, {num_held_out} of {len(records)}.{more} {_LOOKED_AT}\n{_BEFORE}"
-    )
-
-
-def _points(group: str, records: Sequence[Record], why: Mapping[str, str]) -> str:
-    by_name = sources()
-    header = ["what", "published (GiB)", "predicted (GiB)", "ratio", "why it differs"]
-    has_reserved = any("predicted_reserved_bytes" in record for record in records)
-    if has_reserved:
-        header[4:4] = [
-            "reserved or nvidia-smi (GiB)",
-            "predicted reserved (GiB)",
-            "ratio with context",
-            "ratio of times",
-        ]
-    rows = [_row(record, by_name[record["source"]], why, has_reserved=has_reserved) for record in records]
-    given = ", ".join(json.dumps(name) for name in header if "(GiB)" in name or name == "what")
-    return f"## Points: {group}\n\nFrom {_LINK}.\n\n<!-- given {given}: what the sources say -->\n{table(header, rows)}"
-
-
-def _row(record: Record, source: Source, why: Mapping[str, str], *, has_reserved: bool) -> tuple[str, ...]:
-    star = " *" if record["is_held_out"] else ""
-    published = record["published_bytes"]
-    return (
-        f"[{record['title']}]({source.link(record['file'])}#L{record['row']}){star}",
-        "" if published is None and has_run(record) else _gib(published, "out of memory"),
-        _gib(record["predicted_bytes"]),
-        _ratio(record["ratio"]),
-        *(_reserved_cells(record) if has_reserved else ()),
-        why.get(record["name"], ""),
-    )
-
-
-def _reserved_cells(record: Record) -> tuple[str, str, str, str]:
-    smi = record["published_smi_mib"]
-    published = _gib(record["published_reserved_bytes"]) or _gib(None if smi is None else smi * 2**20)
-    used = " (gives the context)" if record.get("is_used") else ""
-    ratio = record["time_ratio"]
-    time = "" if ratio is None else f"{ratio:.2f}" + (" (fitted)" if record["is_fitted_time"] else "")
-    return published, _gib(record["predicted_reserved_bytes"]), _ratio(record.get("reserved_ratio")) + used, time
-
-
-def _gib(num_bytes: int | None, otherwise: str = "") -> str:
-    return otherwise if num_bytes is None else f"{num_bytes / GIB:.3f}"
+        yield {
+            "source": source.title,
+            "link": source.link(""),
+            "hardware": source.hardware,
+            "versions": source.versions,
+            "what_was_measured": source.measured,
+            "configuration": source.configuration,
+            "is_held_out": source.is_held_out,
+            "predicted_before_a_change": " ".join(f"{ratio:.3f}" for ratio in source.blind_ratios),
+        }
 
 
 def _ratio(ratio: float | None) -> str:
@@ -326,9 +340,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Write the page and its picture."""
+    """Write the page, its tables and its picture."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     options.out.write_text(render(result), encoding="utf-8")
+    folder = options.out.parent / "data"
+    folder.mkdir(exist_ok=True)
+    for name, text in tables(result).items():
+        (folder / name).write_text(text, encoding="utf-8")
     data, picture = picture_data(result), options.out.parent / "images" / PICTURE
     if not picture.is_file() or digest_in(picture) != digest_of(data):
         draw(data, picture)

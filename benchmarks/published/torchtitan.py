@@ -23,8 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from benchmarks.published.points import StepPoint
-from hf_ckpt.simulation import ddp_fsdp_tape, sharded_weights
-from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
+from hf_ckpt.simulation import fsdp_tape, rank_tape
+from hf_ckpt.simulation.fsdp_tape import FsdpTape
 from hf_ckpt.simulation.tape import Storage
 
 _PRODUCT = torch.ops.aten.mm.default
@@ -66,13 +66,13 @@ def _repeats(*args: Any) -> bool:
 def torchtitan_fsdp2() -> Iterator[None]:
     """Shard layers and the whole model, no embeddings and no head apart; reduce gradients in float32."""
     with ExitStack() as entered:
-        for module in (ddp_fsdp_tape, sharded_weights):
+        for module in (fsdp_tape, rank_tape):
             entered.enter_context(mock.patch.object(module, "HAS_UNITS_AT_THE_ENDS", False))
-        entered.enter_context(mock.patch.object(RankTape, "_sent_bytes", sent_in_float32))
+        entered.enter_context(mock.patch.object(FsdpTape, "_sent_bytes", sent_in_float32))
         yield
 
 
-def sent_in_float32(self: RankTape, gradient: Storage) -> int:
+def sent_in_float32(self: FsdpTape, gradient: Storage) -> int:
     """Return what of a whole gradient is sent: it is reduced in float32."""
     return max(gradient.num_bytes, prod(gradient.shape) * torch.float32.itemsize)
 

@@ -15,15 +15,8 @@ import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
+from hf_ckpt.auto.batch_of_forward import reads_text, with_inputs, without_adapter
 from hf_ckpt.auto.budgets import capacity_of_run, free_host_bytes, unknown_bytes
-from hf_ckpt.auto.largest_batch_in_data import (
-    Batch,
-    is_packing,
-    largest_text_batch,
-    reads_text,
-    with_inputs,
-    without_adapter,
-)
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, live_sharding, live_step, mixed_precision
 from hf_ckpt.auto.model_state import ModelState
@@ -45,7 +38,8 @@ from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.checks import check_model
 from hf_ckpt.patch.interrupted_run import running_trainer
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.policy.policy import Policy
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import AUTO, Policy
 from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.fit import capacity_of
@@ -54,7 +48,10 @@ from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.structure.layers import find_layers, is_sharded
 from hf_ckpt.structure.stored import ByModel
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+from hf_ckpt.trainer.largest_text_batch import is_packing, largest_text_batch
+from hf_ckpt.trainer.part import Planning, PolicySource
 from hf_ckpt.units import Budget
 
 logger = logging.getLogger(__name__)
@@ -63,7 +60,7 @@ _SMALL_LENGTH = 16
 """Tokens of the rows that a user's loss is tried with where no batch is known."""
 
 
-class Auto:
+class Auto(PolicySource):
     """Policy `auto` with its options, for any number of runs.
 
     Args:
@@ -92,27 +89,33 @@ class Auto:
         self._structure = structure
         self._allowed = allowed
         self._is_proven = is_proven
-        self.fallback = None if fallback is None else Policy.parse(fallback)
+        super().__init__(None if fallback is None else Policy.parse(fallback))
         self._before_sharding = ByModel[nn.Module]()
 
     def keep_shape(self, model: nn.Module) -> None:
         """Keep the shape of a model before an engine shards it."""
         self._before_sharding.note(model, meta_copy(model))
 
-    def begin_or_fall_back(self, *given: Any, **further: Any) -> RunPlanner | None:
-        """Return what `begin` returns, or None where a run is refused and there is a fallback.
+    def describe(self) -> str:
+        return f'"{AUTO}"'
+
+    def begin_run(
+        self, model: nn.Module, args: TrainingArguments, state: TrainerState, **given: Any
+    ) -> tuple[Planning, Policy | Plan, bool | None]:
+        """Plan a run, or go on with the fallback where it is refused and there is one. See `begin`.
 
         Raises:
             BudgetError, PolicyError, OtherProcessError: as `begin` does. That nothing fits is no reason to fall back.
             UnsupportedError: the step cannot be simulated, and there is no fallback.
         """
         try:
-            return self.begin(*given, **further)
+            planning = self.begin(model, args, state, **given)
         except (UnsupportedError, OtherProcessError) as error:
-            if self.fallback is None or not _is_refused(error):
+            if self.policy is None or not _is_refused(error):
                 raise
             say_fallback(error)
-            return None
+            return super().begin_run(model, args, state, **given)
+        return planning, planning.plan, planning.input_gradients
 
     def begin(
         self,
@@ -176,7 +179,7 @@ class Auto:
             def simulator(batch: Batch) -> StepSimulator:
                 own = None if loss is None else loss.of(batch)
                 step = live_step(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
-                return any_step.anew(replace(step, autocast=autocast, beside_bytes=coverage.beside_bytes))
+                return any_step.without_traces(replace(step, autocast=autocast, beside_bytes=coverage.beside_bytes))
 
             return simulator
 
@@ -207,7 +210,7 @@ class Auto:
             timeout_s=args.ddp_timeout,
             is_bounded=bool(batches),
             rows_per_example=rows_per_example,
-            fallback=None if self.fallback is None else make_plan(shape, self.fallback, **self._structure),
+            fallback=None if self.policy is None else make_plan(shape, self.policy, **self._structure),
             check_again=None if trainer is None else NewModels(trainer, model, args.device, coverage, loss).check,
             model_state=now,
             simulate_anew=simulating_anew,
@@ -340,23 +343,24 @@ def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any, r
 
 
 def plan_own_step(
-    model: nn.Module, step: Step, budget: Budget | None, allowed: Allowed, structure: dict[str, Any], optimizer: Any
+    model: nn.Module, budget: Budget | None, allowed: Allowed, structure: dict[str, Any], optimizer: Any, **given: Any
 ) -> RunPlanner:
     """Return the plans of a loop that runs a step, the one for its sizes made already.
 
     Args:
         model: as it is trained; it is not changed.
-        step: the step, without its optimizer.
         budget: None takes what is free of the GPU.
         allowed: what a plan may hold besides modes.
         structure: `layers`, `attention` and `ffn` of `apply`.
         optimizer: of torch; None counts the one that `Step` names.
+        **given: fields of `Step`: the step, without its optimizer.
 
     Raises:
         BudgetError: no plan fits.
         PolicyError: there is no budget, or it is more than the device has.
         UnsupportedError: the step cannot be simulated.
     """
+    step = Step(**given)
     check_model(model)
     check_not_compiled(model)
     if store.num_processes() > 1 or is_sharded(model):
@@ -370,7 +374,7 @@ def plan_own_step(
     name = step.optim if made is None else type(made).__name__
     planning = RunPlanner(
         make_plan(shape, Policy.parse("none"), **structure),
-        lambda batch: any_step.anew(replace(step, batch_size=batch.rows, seq_length=batch.length)),
+        lambda batch: any_step.without_traces(replace(step, batch_size=batch.rows, seq_length=batch.length)),
         capacity_of_run(budget, device, model, optimizer),
         coverage=Coverage((type(without_adapter(model)).__name__, str(name), "one process"), ()),
         allowed=allowed,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel
 from transformers import Adafactor, Trainer, TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import SUPPORTED, innermost_optimizer
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import GivenOptimizer, OwnLoss, Sharding, Step, Zero
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.upstream.accelerate import fsdp_plugin
 
 OPTIMIZER_FIELDS = (
@@ -35,8 +35,8 @@ NOT_SIMULATED = {
 """Fields of `TrainingArguments` that change what is held: the value without it, and why it is not followed."""
 
 SPLIT_SIZES = {
-    "cp_size": "each row",
-    "sp_size": "each row",
+    "cp_size": "each sequence",
+    "sp_size": "each sequence",
     "ep_size": "the experts",
 }
 """Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig` that are not simulated above 1, and

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from hf_ckpt.auto.largest_batch_in_data import without_adapter
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 from hf_ckpt.upstream.transformers import ATTENTION

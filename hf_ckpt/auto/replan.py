@@ -2,7 +2,7 @@
 
     planning = Auto(budget, max_length, structure, ...).begin(model, args, state, ...)
     planning.plan                 # to be put in force before the first step
-    planning.watch(model, put_in_force)
+    planning.place_hooks(model, change_plan)
 
 Where no bound is known, the first plan keeps everything, and the inputs of the first forward decide. Simulating draws
 no random numbers and touches no weight: losses stay those of a run without a plan.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.model_state import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
@@ -38,6 +38,8 @@ from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.part import ChangePlan, Planning
 from hf_ckpt.units import format_bytes
 from hf_ckpt.upstream.torch import disable_current_modes
 
@@ -61,7 +63,7 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-class RunPlanner:
+class RunPlanner(Planning):
     """The plans of one run.
 
     Args:
@@ -84,12 +86,12 @@ class RunPlanner:
 
     Attributes:
         plan: what is to be in force now.
-        predicted_bytes: the highest predicted peak of the steps so far; 0 before one is predicted.
         needed_bytes: what that needs with all that lies on the device besides.
-        batch: the largest one that was planned for, or None.
         input_gradients: what was simulated for the output of the embeddings.
         seen: what the model was given in the micro-batch that runs; None where its forward has not begun.
     """
+
+    changes_plans = True
 
     def __init__(
         self,
@@ -127,7 +129,6 @@ class RunPlanner:
         self._tries_fewer_rows = tries_fewer_rows
         self._has_given_up = False
         self.predicted_bytes = self.needed_bytes = 0
-        self.batch: Batch | None = None
         self.input_gradients: bool | None = None
         self._fitting: dict[str, list[Batch]] = {}
         self.seen: Batch | None = None
@@ -142,10 +143,9 @@ class RunPlanner:
         # Hooks of the run lead here, and a copy of the model carries them: it has no run of its own to plan for.
         return self
 
-    @property
-    def bound(self) -> Batch | None:
-        """The largest batch that can come; None where that is not known."""
-        return self.batch if self._is_bounded else None
+    def longest_batch(self, num_rows: int, dataloader: Any) -> Batch | None:
+        # Without token ids its length says nothing.
+        return self.batch if self._is_bounded and self.batch is not None and self.batch.length else None
 
     def describe(self) -> str:
         """Return what the plan is predicted to need of the budget, in words."""
@@ -164,8 +164,8 @@ class RunPlanner:
             exactness = Exactness(inexact_parts(self.plan), of_plain).describe()
             self._comparison = (
                 f"plain training would need {format_bytes(plain_bytes)}, your budget is "
-                f"{format_bytes(self.capacity.num_bytes)}, this plan needs {format_bytes(needed_bytes)}: {exactness} "
-                f"(predicted, for {batch.describe()})"
+                f"{format_bytes(self.capacity.num_bytes)}. This plan needs {format_bytes(needed_bytes)}, predicted for "
+                f"{batch.describe()}: {exactness}"
             )
 
     def start(self, batch: Batch, because: str = "") -> None:
@@ -204,7 +204,7 @@ class RunPlanner:
         if not fits:
             logger.warning(
                 "No plan fits %s for certain: this one needs least, and fits only by giving cached blocks back. "
-                "Use shorter rows, fewer of them, or a larger budget.",
+                "Use shorter sequences, fewer of them, or a larger budget.",
                 budget,
             )
         self._coverage.log(self._names_of_inputs(batch))
@@ -224,17 +224,12 @@ class RunPlanner:
             if not self._is_known(batch):
                 self.start(batch, because)
 
-    def watch(self, model: nn.Module, put_in_force: Callable[[Plan], None]) -> RemovableHandle:
-        """Check the inputs of each forward before it runs, until the handle is removed.
+    def place_hooks(self, model: nn.Module, change_plan: ChangePlan) -> Iterable[RemovableHandle]:
+        """Check the inputs of each forward before it runs. See `Part`."""
+        hook = _BeforeForward(self, partial(change_plan, self))
+        return [model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)]
 
-        Args:
-            model: that the Trainer calls, or the one that an engine's wrapper calls.
-            put_in_force: gets a plan that is to replace the one in force, while no layer has run yet.
-        """
-        hook = _BeforeForward(self, put_in_force)
-        return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-
-    def adopt(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan) -> None:
         """Take a plan that was put in force after memory had run out: leaner, or again that for smaller batches."""
         fitting = self._fitting.setdefault(plan.digest(), [])
         known = (batch for batches in [*self._fitting.values()] for batch in batches)
@@ -279,6 +274,10 @@ class RunPlanner:
         self.seen = None
         if not self._has_given_up:
             self._inputs.end_micro_batch()
+
+    def faults_of_step(self) -> Iterable[str]:
+        self.end_micro_batch()
+        return ()
 
     def before_forward(self, batch: Batch | None, read: Callable[[], Batch | None], check: Callable[[], None]) -> None:
         """Change the plan if it was not made for a batch as large. No layer has run yet.
@@ -403,7 +402,7 @@ class RunPlanner:
             return
         found = simulator.evaluate()
         logger.info(
-            "Evaluation of %s: predicted peak %s; with compute_metrics each batch leaves %s on the device, until "
+            "Evaluation of %s: predicted peak %s. With compute_metrics each batch leaves %s on the device, until "
             "eval_accumulation_steps moves them to the host.",
             *(batch.describe(), format_bytes(found.memory.peak_bytes), format_bytes(found.kept_bytes)),
         )
@@ -420,7 +419,7 @@ class RunPlanner:
         examples = batch.rows // self._rows_per_example
         if examples > 1 and not batch.tensors:
             fits = largest(peak, self.capacity.reserved_bytes, start=examples // 2, most=examples - 1)
-        what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter rows'}, or raise the budget."
+        what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter sequences'}, or raise the budget."
         if fits is not None and fits.number:
             what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.needed_bytes)})."
         return (
@@ -511,16 +510,16 @@ def say_fallback(error: Exception) -> None:
 class _BeforeForward:
     """Plans before a forward of the model that is trained. A copy of the model, such as an average, plans nothing."""
 
-    def __init__(self, planning: RunPlanner | None = None, put_in_force: Callable[[Plan], None] | None = None) -> None:
+    def __init__(self, planning: RunPlanner | None = None, change_plan: Callable[[Plan], None] | None = None) -> None:
         self._planning = planning
-        self._put_in_force = put_in_force
+        self._change_plan = change_plan
 
     def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
         return _BeforeForward, ()
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
         # torch calls a hook without keywords that another hook of the same call has just removed.
-        if self._planning is None or self._put_in_force is None or kwargs is None or torch.compiler.is_compiling():
+        if self._planning is None or self._change_plan is None or kwargs is None or torch.compiler.is_compiling():
             return
         is_trained = model.training and torch.is_grad_enabled()
         if is_trained and is_beside_training_steps():
@@ -535,7 +534,7 @@ class _BeforeForward:
             before = planning.plan
             planning.before_forward(batch, describe, partial(planning._inputs.check, model, batch, args, kwargs))
             if planning.plan != before:
-                self._put_in_force(planning.plan)
+                self._change_plan(planning.plan)
         elif batch is not None and not model.training and "labels" in kwargs:
             # Without labels it is a generation, one token after the other.
             planning.check_evaluation(batch, describe)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, is_like_tokens, without_adapter
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.checks import check_model
@@ -29,6 +29,7 @@ from hf_ckpt.regions.offload.host_memory import num_local_processes
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import OwnLoss, labels_shape
 from hf_ckpt.structure.layers import is_sharded
+from hf_ckpt.trainer.batch import Batch, is_like_tokens
 from hf_ckpt.trainer.other_models import OtherModel, other_models, weights_and_buffers
 from hf_ckpt.units import format_bytes
 from hf_ckpt.upstream.accelerate import fsdp_plugin
@@ -192,7 +193,7 @@ def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> No
             f", or set {launched}=True in TrainingArguments" if launched in ("bf16", "fp16") else "",
         )
     if getattr(trainer, "is_model_parallel", False):
-        raise refuse("the model's layers lie on several devices, one of which is simulated")
+        raise refuse("the model's layers lie on several devices, and one is simulated")
     _check_replicas(args, model, configs)
     _check_host(args, fsdp_plugin())
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.auto.simulation_coverage import losses_of_its_own, refuse
 from hf_ckpt.simulation.constant_folding import has_values, raised_at
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
+from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.largest_text_batch import largest_text_batch
 from hf_ckpt.trainer.other_models import other_models
 from hf_ckpt.upstream.trl import ADD_PRODUCT, BACKWARD_TILE, FORWARD_TILE, FUSED_HEAD
 
@@ -150,7 +151,7 @@ def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options:
         kind = type(stand_in).__name__
         if isinstance(error, KeyError) and error.args[0] not in inputs:
             raise refuse(
-                f"{kind}.compute_loss reads {error} of a batch, of which what the model's forward takes is simulated"
+                f"{kind}.compute_loss reads {error} of a batch; only what the model's forward takes is simulated"
             ) from error
         raise refuse(
             f"{kind}.compute_loss cannot be simulated: of tensors without values it raises {type(error).__name__} "

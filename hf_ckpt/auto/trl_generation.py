@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, rounded, stored_columns, without_adapter
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss, with_globals
 from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.largest_text_batch import rounded, stored_columns
 from hf_ckpt.upstream import trl
 from hf_ckpt.upstream.transformers import CACHE, ENDS_GENERATION
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, lengths_in, rounded, stored_columns, tables
 from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_generation import generation_loss
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.largest_text_batch import lengths_in, rounded, stored_columns, tables
 from hf_ckpt.trainer.other_models import weights_and_buffers
 from hf_ckpt.upstream.trl import OWN_STEP
 

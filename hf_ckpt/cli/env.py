@@ -12,6 +12,7 @@ from hf_ckpt import upstream
 from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.shared_options import Command, command_parser, quiet
 from hf_ckpt.estimate.tables import columns, json_text, versions, wrapped
+from hf_ckpt.recipe.install_command import install_command
 from hf_ckpt.recipe.optional_packages import EXTRAS
 from hf_ckpt.units import format_bytes
 
@@ -124,7 +125,7 @@ def _named(known: Known, found: Mapping[str, str]) -> str:
 def _features_off() -> Iterator[Off]:
     for package, extra in {**EXTRAS, "trl": "trl"}.items():
         if importlib.util.find_spec(package) is None:
-            yield Off(extra, package, f'not installed. Run: pip install "hf_ckpt[{extra}]"')
+            yield Off(extra, package, f"not installed. Run: {install_command(extra)}")
     # Names of other libraries that this version of them has not.
     yield from (Off(*each) for each in upstream.missing())
 

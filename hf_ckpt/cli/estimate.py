@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = recipe_parser(
         "estimate",
         "Predict the memory and the time of a recipe's optimizer step: whether it fits\n"
-        "under its own plan, then a row for that plan, for each mode, and for the\n"
+        "under its own plan, then a line for that plan, for each mode, and for the\n"
         "fastest plan that fits. Needs no GPU, loads no weights, and trains nothing.",
         epilog="""exit codes: 0 the recipe fits; 1 it does not; 2 wrong input; 3 it fits only
 perhaps; 130 Ctrl-C
@@ -100,7 +100,7 @@ examples:
         action="append",
         metavar="NAME",
         help="such as rtx4090 or a100-80gb; may be given again. This machine's GPU if left out, or, where there is "
-        "none, one card each with 24, 48 and 80 GB",
+        "none, one GPU each with 24, 48 and 80 GB",
     )
     add_step_options(parser)
     parser.add_argument(
@@ -110,7 +110,7 @@ examples:
         "-v",
         "--verbose",
         action="store_true",
-        help="add to each row what fills the peak, and when; say whether the answer was kept from an earlier time",
+        help="add to each line what fills the peak, and when; say whether the answer was kept from an earlier time",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version, and no table")
     parser.add_argument(
@@ -122,9 +122,9 @@ examples:
     add_html_option(parser)
     add_cache_option(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--grid", action="store_true", help="peaks over row lengths and micro-batches")
-    what.add_argument("--max-length", action="store_true", help="the longest row that fits")
-    what.add_argument("--max-batch", action="store_true", help="the largest micro-batch that fits")
+    what.add_argument("--grid", action="store_true", help="peaks over sequence lengths and batch sizes")
+    what.add_argument("--max-length", action="store_true", help="the longest sequence that fits")
+    what.add_argument("--max-batch", action="store_true", help="the largest batch size that fits")
     add_model_options(parser)
     return parser
 

@@ -119,6 +119,10 @@ def _quieten(*, is_first: bool) -> None:
     logging.getLogger("hf_ckpt").setLevel(logging.INFO if is_first else logging.WARNING)
     if not is_first:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    if not sys.stderr.isatty():
+        # Before the libraries are imported, which read it then.
+        for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     quieten_peft()
     # Where DeepSpeed is installed, accelerate imports it, and it tells on standard output that it found no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())

@@ -24,9 +24,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "init",
         "Write a recipe for a model and a data set, checked as a whole, under policy\n"
-        "auto: the fastest plan that fits the card it meets. On a terminal, what is left\n"
-        "out is asked. With a card it is estimated at once.",
-        epilog="""exit codes: 0 it is written; 1 it is written and does not fit the card; 2 wrong
+        "auto: the fastest plan that fits the GPU it meets. On a terminal, what is left\n"
+        "out is asked. With a GPU it is estimated at once.",
+        epilog="""exit codes: 0 it is written; 1 it is written and does not fit the GPU; 2 wrong
 input, and nothing is written; 3 it is written and fits only perhaps
 
 example:
@@ -37,7 +37,7 @@ example:
     parser.add_argument("model", nargs="?", help="its id on the hub, or its folder")
     parser.add_argument("--data", metavar="NAME", help="a JSON lines file, a folder or an id on the hub")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the recipe")
-    parser.add_argument("--device", metavar="NAME", help="a card to estimate the recipe for, such as rtx4090")
+    parser.add_argument("--device", metavar="NAME", help="a GPU to estimate the recipe for, such as rtx4090")
     add_model_options(parser, title="training", text=None)
     return parser
 

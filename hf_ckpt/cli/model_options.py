@@ -30,8 +30,8 @@ def add_model_options(
     for name, text in (("lora", "LoRA of this rank"), ("qlora", "LoRA over 4-bit weights")):
         method.add_argument(f"--{name}", type=count, nargs="?", const=DEFAULT_RANK, metavar="R", help=f"{text} (16)")
     method.add_argument("--full", action="store_const", const=True, help="all weights")
-    group.add_argument("--length", type=count, metavar="N", help=f"tokens of a row ({Training.length})")
-    group.add_argument("--batch", type=count, metavar="N", help=f"rows of a micro-batch ({Training.batch})")
+    group.add_argument("--length", type=count, metavar="N", help=f"tokens of a sequence ({Training.length})")
+    group.add_argument("--batch", type=count, metavar="N", help=f"sequences of a micro-batch ({Training.batch})")
 
 
 def read_recipe(options: argparse.Namespace) -> Recipe:

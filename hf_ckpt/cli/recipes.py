@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
                 print(wrapped(text, indent="  "))
     else:
         cells = [(each.name, each.gpus or "CPU", each.peak, each.longest_row) for each in found]
-        print(*columns([("recipe", "GPUs", "peak of each", "tokens a row"), *cells], numeric=(2, 3)), sep="\n")
+        print(*columns([("recipe", "GPUs", "peak of each", "longest sequence"), *cells], numeric=(2, 3)), sep="\n")
         where += " What each is for: hf-ckpt recipes -v"
     print(wrapped(where))
     return HOLDS

@@ -51,11 +51,11 @@ _THEME = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "mo
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "ui",
-        "Ask in a browser whether a model can be trained on a card, under which plan,\n"
+        "Ask in a browser whether a model can be trained on a GPU, under which plan,\n"
         "and by which recipe. The page is served to this machine only, loads nothing from\n"
         "elsewhere and counts nobody's clicks. Ctrl-C ends it.",
         epilog="""example:
-  pip install "hf_ckpt[ui]"
+  pip install ".[ui]"   (in the checkout)
   hf-ckpt ui --port 7860""",
     )
     parser.add_argument("--port", type=count, metavar="N", help="a free one from 7860 on, if left out")
@@ -180,9 +180,9 @@ def blocks(*, is_hosted: bool = False) -> gr.Blocks:
                 models(), value=_FIRST["model"], label="model", allow_custom_value=True, scale=3, min_width=300
             )
             method = gr.Dropdown(list(METHODS), label="method", scale=2, min_width=240)
-            card = gr.Dropdown(list(CARDS), value=first_card, label="card", scale=3, min_width=280)
+            card = gr.Dropdown(list(CARDS), value=first_card, label="GPU", scale=3, min_width=280)
             length = gr.Number(2048, label="length, tokens", precision=0, minimum=1, min_width=120)
-            batch = gr.Number(1, label="batch, rows", precision=0, minimum=1, min_width=120)
+            batch = gr.Number(1, label="batch size", precision=0, minimum=1, min_width=120)
         button = gr.Button("Ask", variant="primary")
         verdict = gr.Markdown()
         with gr.Row(equal_height=False):

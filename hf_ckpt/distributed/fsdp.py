@@ -45,21 +45,17 @@ def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
 
 
 def let_go(unit: nn.Module) -> None:
-    """Free the weights that FSDP2 has gathered for a forward during backward, where it frees them after forward.
-
-    Left alone, it holds them until the unit's own backward.
-    """
+    """Free the weights that FSDP2 has gathered for a forward during backward, where it frees them after forward."""
+    # Left alone, it holds them until the unit's own backward.
     if isinstance(unit, FSDPModule) and frees_after_forward(unit):
         unit.reshard()
 
 
 def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], None]]]) -> None:
-    """Make settings on modules through torch's `apply_activation_checkpointing`.
+    """Make settings on modules through torch's `apply_activation_checkpointing`."""
 
-    Its `checkpoint_wrapper_fn` may return what it was given: the settings are made in place, no module is wrapped, and
-    so no name changes, which PEFT and state dicts rely on.
-    """
-
+    # Its `checkpoint_wrapper_fn` may return what it was given: the settings are made in place, no module is wrapped,
+    # and so no name changes, which PEFT and state dicts rely on.
     def set_on(module: nn.Module) -> nn.Module:
         for make in settings.pop(module, []):
             make()
@@ -91,13 +87,12 @@ def _is_gathered_apart(layer: Layer, model: nn.Module) -> bool:
 
 
 def check_prefetch(model: nn.Module) -> None:
-    """Refuse to recompute layers whose adapters FSDP1 gathers before: PEFT would find them in another dtype.
-
-    It casts inputs to the dtype of the adapter's weights before the adapter, a unit of its own, is gathered: in forward
-    that of the shares, and once gathered ahead that of the computation. torch's own checkpointing fails there too.
-    """
+    """Refuse to recompute layers whose adapters FSDP1 gathers before: PEFT would find them in another dtype."""
     units = (module for module in modules_of(model) if isinstance(module, FullyShardedDataParallel))
     changing = set(filter(_changes_dtype_ahead, units))
+    # It casts inputs to the dtype of the adapter's weights before the adapter, a unit of its own, is gathered: in
+    # forward that of the shares, and once gathered ahead that of the computation. torch's own checkpointing fails there
+    # too.
     for module in modules_of(model) if changing else ():
         if stored(module, "base_layer") is not None and not changing.isdisjoint(modules_of(module)):
             adapted = str(path_of(model, module)).replace(f"{FSDP_WRAPPED}.", "")

@@ -135,10 +135,8 @@ class LaunchedProcesses:
         self._timeout_s = timeout_s
 
     def is_printed_by_another(self, error: Exception) -> bool:
-        """Whether an error that ended a stage is another process's to print.
-
-        All have often met the same one, such as a mistake in the recipe; the first of them prints it.
-        """
+        """Whether an error that ended a stage is another process's to print."""
+        # All have often met the same one, such as a mistake in the recipe; the first of them prints it.
         first = min((rank for rank, text in self._errors.items() if text == error_text(error)), default=self.rank)
         return isinstance(error, OtherProcessError) or first != self.rank
 

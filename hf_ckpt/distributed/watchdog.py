@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import HFCkptError, OtherProcessError
 from hf_ckpt.upstream.torch import default_store
@@ -51,7 +52,7 @@ _running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 class Training(Protocol):
     """A call of `Trainer.train()`, which any thread may ask. Another one is equal if it is the same call."""
 
-    def is_running(self) -> bool: ...
+    def is_over(self) -> bool: ...
     def uncaught_error(self) -> BaseException | None: ...
 
 
@@ -72,7 +73,7 @@ class Watchdog:
         name = f"hf_ckpt/watch/{self._store.add(f'hf_ckpt/watches/{rank}', 1)}"
         self._failure, self._beats = f"{name}/failure", f"{name}/beats"
         self._store.add(f"{self._beats}/{rank}", 1)
-        self._trainings: list[Training | None] = []
+        self._trainings: list[Training] = []
         self._heard: dict[int, tuple[int, float]] = {}
         self._over, self._has_failed = threading.Event(), False
         # Runs at the end of processes that multiprocessing starts too, where atexit does not, and in no forked child.
@@ -84,8 +85,8 @@ class Watchdog:
 
     # --- What this process does. ---
 
-    def begin(self, training: Training | None) -> None:
-        """Note that training begins, None if outside of a Trainer. Raises `OtherProcessError` if another has left."""
+    def begin(self, training: Training) -> None:
+        """Note that training begins. Raises `OtherProcessError` if another process has left."""
         # A Trainer that looks for a batch size that fits begins several times in one call.
         if training not in self._trainings:
             self._trainings.append(training)
@@ -113,9 +114,16 @@ class Watchdog:
     def leave(self) -> None:
         """Do the same where nobody says why, which may be known all the same."""
         what = "it left training before its end" if self._is_needed() else "its process ended before training began"
-        errors = (training.uncaught_error() for training in self._trainings if training is not None)
+        errors = (training.uncaught_error() for training in self._trainings)
         known = (f"{type(error).__name__}: {error}" for error in errors if error is not None)
         self.fail(next(known, f"{what}; its own output may tell more"))
+
+    def report_failures(self, model: nn.Module, is_handled: IsHandled = None) -> Iterable[RemovableHandle]:
+        """Place a hook that reports an exception in the model's forward to the others, before anybody handles it.
+
+        `is_handled` tells of an exception whether this process will go on, or tell of it itself.
+        """
+        return [model.register_forward_hook(functools.partial(_report, self, is_handled), always_call=True)]
 
     def close(self) -> None:
         """Watch no longer: this process and the others do not need each other."""
@@ -129,7 +137,7 @@ class Watchdog:
 
     def has_left_training(self) -> bool:
         """Whether training has begun here, and is neither ended nor running."""
-        return any(training is not None and not training.is_running() for training in self._trainings)
+        return any(training.is_over() for training in self._trainings)
 
     def is_alive(self, rank: int) -> bool:
         """Whether another process has made this watch too, and has been heard lately, as far as was asked before."""
@@ -195,6 +203,20 @@ class Watchdog:
             os._exit(1)
 
 
+class NoWatchdog:
+    """In place of one in the only process of a run: there is nobody to tell."""
+
+    def fail(self, reason: str) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def report_failures(self, model: nn.Module, is_handled: IsHandled = None) -> Iterable[RemovableHandle]:
+        """Place no hook."""
+        return ()
+
+
 # --- The watchdogs of this process. ---
 
 
@@ -215,30 +237,23 @@ def start() -> Watchdog | None:
 
 
 @contextmanager
-def watched_training(training: Training | None) -> Iterator[Watchdog | None]:
+def watched_training(training: Training) -> Iterator[Watchdog | NoWatchdog]:
     """Begin a training, which ends by an error of this package's within: that is raised in all processes."""
     watch = start()
-    if watch is not None:
-        watch.begin(training)
+    if watch is None:
+        yield NoWatchdog()
+        return
+    watch.begin(training)
     try:
         yield watch
     except HFCkptError:
-        if watch is not None:
-            watch.end()
+        watch.end()
         raise
 
 
 def is_alive(rank: int) -> bool:
     """Whether another process is watched, and worth waiting for."""
     return any(watch.is_alive(rank) for watch in list(_running))
-
-
-def report_failures(watch: Watchdog, model: nn.Module, is_handled: IsHandled = None) -> Callable[[], None]:
-    """Report an exception in the model's forward to the others, before anybody handles it. Returns what ends that.
-
-    `is_handled` tells of an exception whether this process will go on, or tell of it itself.
-    """
-    return model.register_forward_hook(functools.partial(_report, watch, is_handled), always_call=True).remove
 
 
 def _report(watch: Watchdog | None, is_handled: IsHandled, module: nn.Module, args: Any, output: Any) -> None:

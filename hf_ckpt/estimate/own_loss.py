@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from hf_ckpt.auto.largest_batch_in_data import forward_names, without_adapter
+from hf_ckpt.auto.batch_of_forward import forward_names, without_adapter
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import RecipeError, UnsupportedError
@@ -286,7 +286,7 @@ class ImageRows(ModelInputs):
     def describe(self) -> str:
         """Return the bounds of a row in words."""
         images = "1 image" if self.max_images == 1 else f"{self.max_images} images"
-        return f"each row with {images} of {self.tokens_per_image:,} tokens"
+        return f"each sequence with {images} of {self.tokens_per_image:,} tokens"
 
 
 def largest_grid(most: int) -> tuple[int, int]:

@@ -120,7 +120,7 @@ def _check_room(predictor: Predictor, predicted: StepMemory) -> None:
         raise RecipeError(
             f"A step of {subject.title} needs {format_bytes(predicted.peak_bytes)}, and {device.title} has "
             f"{format_bytes(free)} for it: it cannot be run here. Predict it instead (hf-ckpt estimate), shorten the "
-            "rows (data.max_length=512), or take another plan (checkpointing.policy=full)."
+            "sequences (data.max_length=512), or take another plan (checkpointing.policy=full)."
         )
 
 

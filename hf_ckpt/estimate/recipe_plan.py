@@ -77,7 +77,7 @@ def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> tuple
     if budget is None or budget.num_bytes is None:
         raise RecipeError(NO_DEVICE)
     device = usual_device_with(budget.num_bytes)
-    which = "smallest usual card with" if budget.num_bytes <= device.memory_bytes else "largest usual card, for"
+    which = "smallest usual GPU with" if budget.num_bytes <= device.memory_bytes else "largest usual GPU, for"
     return device, f"the {which} {budget}, as there is no GPU here and no --device was given"
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
@@ -46,6 +45,7 @@ from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.upstream.transformers import attention_of, experts_of
 
@@ -293,12 +293,12 @@ def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weight
 def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
     wanted = recipe.model.get("attn_implementation")
     if wanted not in (None, *_EVERYWHERE):
-        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a row and head"
+        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a token and head"
 
 
 def describe_rows(step: Step) -> str:
-    """Return a micro-batch in words, such as `2 rows of 2,048 tokens, padded`."""
-    rows = "1 row" if step.rows == 1 else f"{step.rows} rows"
+    """Return a micro-batch in words, such as `2 sequences of 2,048 tokens, padded`."""
+    rows = "1 sequence" if step.rows == 1 else f"{step.rows} sequences"
     how = ", packed" if step.is_packed else ", padded" if step.is_padded else ""
     return f"{rows} of {step.seq_length:,} tokens{how}"
 

@@ -85,7 +85,7 @@ def facts_of(device: Document) -> list[tuple[str, str]]:
     rows = [
         (
             "device",
-            f"{device['title']}, {format_bytes(device['memory_bytes'])}, of which {_range(*device['outside_bytes'])} "
+            f"{device['title']}, {format_bytes(device['memory_bytes'])}; {_range(*device['outside_bytes'])} of it "
             f"are {device['outside']}{margin}",
         )
     ]
@@ -368,7 +368,7 @@ def _host(document: Document) -> Iterator[str]:
 def sizes_table(document: Document) -> str:
     """Return the sizes that fit, as text. `document`: of `fitting_sizes`."""
     is_length = document["unit"] == "tokens"
-    header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "needs", "of", "host")
+    header = ("device", "plan", "longest sequence" if is_length else "largest micro-batch", "needs", "of", "host")
     body = []
     for row in document["rows"]:
         number, needed = "none", "-"
@@ -401,7 +401,7 @@ def grid_table(document: Document) -> str:
             text = f"{format_bytes(peak['peak_bytes'])}{_GRID_MARKS[peak['fits']]}"
             cells.setdefault(peak["seq_length"], []).append(text)
         numbers = dict.fromkeys(peak["batch_size"] for peak in grid["peaks"])
-        header = ("tokens", *(f"{rows} row{'s' if rows > 1 else ''}" for rows in numbers))
+        header = ("tokens", *(f"{rows} sequence{'s' if rows > 1 else ''}" for rows in numbers))
         body = [(f"{length:,}", *texts) for length, texts in cells.items()]
         lines = columns([header, *body], numeric=range(len(header)))
         parts.append("\n".join([_GRID_TITLES[grid["plan"]], *lines]))

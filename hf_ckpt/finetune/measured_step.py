@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import PrinterCallback, Trainer
 
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.loading.log_level import log_level
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.recipe.checkpointing import Checkpointing
+from hf_ckpt.trainer.batch import Batch
 
 _STEPS = 2  # In the first one the optimizer makes its state.
 

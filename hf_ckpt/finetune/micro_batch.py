@@ -14,7 +14,6 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_ckpt.auto.budgets import capacity_of_run, check_budget
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.launch_config import Launch
@@ -26,6 +25,8 @@ from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, this_device
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.largest_text_batch import largest_text_batch
 
 
 def choose_micro_batch(
@@ -138,7 +139,7 @@ def check_auto(recipe: Recipe, args: TrainingArguments) -> None:
 def effective_batch(args: TrainingArguments) -> str:
     """Return the effective batch over all processes, in words."""
     numbers = (args.train_batch_size, args.gradient_accumulation_steps, args.world_size)
-    names = (("row", "rows"), ("micro-batch", "micro-batches"), ("process", "processes"))
+    names = (("sequence", "sequences"), ("micro-batch", "micro-batches"), ("process", "processes"))
     parts = (f"{number} {one if number == 1 else many}" for number, (one, many) in zip(numbers, names, strict=True))
     total = math.prod(numbers)
-    return f"{' x '.join(parts)} = {total} {'row' if total == 1 else 'rows'} in each optimizer step"
+    return f"{' x '.join(parts)} = {total} {'sequence' if total == 1 else 'sequences'} in each optimizer step"

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
@@ -25,6 +24,7 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fit import Capacity, Fit, Verdict, capacity_of
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
+from hf_ckpt.trainer.batch import Batch, batch_of
 from hf_ckpt.units import format_bytes
 
 # --- What a run tells of itself. ---
@@ -219,7 +219,7 @@ def _evaluation_that_fits(subject: Subject, device: Device, step: Step, usable: 
     if needed <= usable:
         return f"A batch of evaluation is predicted to need {format_bytes(needed)}, which fits; {kept}."
     found = largest(peak, usable, start=max(1, rows // 2), most=max(1, rows - 1))
-    what = "Evaluate shorter rows"
+    what = "Evaluate shorter sequences"
     if found.number:
         what = f"What fits: training.per_device_eval_batch_size={found.number} ({format_bytes(found.needed_bytes)})"
     return (

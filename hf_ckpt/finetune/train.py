@@ -25,6 +25,7 @@ from hf_ckpt.finetune import termination
 from hf_ckpt.finetune.measured_step import measured_peak
 from hf_ckpt.finetune.micro_batch import check_auto, effective_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import explained
+from hf_ckpt.finetune.progress_lines import ProgressLines, is_piped
 from hf_ckpt.finetune.summary import RunSummary
 from hf_ckpt.loading.columns import (
     PreparedColumns,
@@ -241,7 +242,11 @@ def _make_base(recipe: Recipe, args: TrainingArguments, processes: LaunchedProce
     processes.check_same("there" if base is None else "not there", str(recipe.model.get("name_or_path")))
     if base is None:
         return
-    _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {shown(base.path)}.")
+    wanted, steps = recipe.model["name_or_path"], base.training.get("max_steps", 0)
+    epochs = base.training.get("num_train_epochs", 3)
+    long = f"{steps:,} steps" if steps > 0 else "1 epoch" if epochs == 1 else f"{epochs:g} epochs"
+    _say(args, f"{wanted} is not there yet: training it first with {shown(base.path)} ({long}, random weights).")
+    _say(args, "How long that takes is said once its first steps have run. Ctrl-C stops it.")
     finetune(base, processes=processes)
     _say(args, f"Now {shown(recipe.path)}.")
 
@@ -307,6 +312,10 @@ def _trainer(
     callback = None if section is None else HFCkptCallback(**section.callback_options, quiet=True)
     rewards = reward_functions(recipe.reward_funcs, recipe.path.parent)
     callbacks: list[TrainerCallback] = [] if callback is None else [callback]
+    # Bars would write a line for each step into a file or a pipe.
+    has_lines = is_piped() and recipe.training.get("disable_tqdm") is None
+    args.disable_tqdm = args.disable_tqdm or has_lines
+    callbacks.append(ProgressLines(partial(_say, args), is_periodic=has_lines))
     trainer = make_trainer(recipe, model, args, tokenizer, data, callbacks, reward_funcs=rewards)
     model = trainer.model
     # It is sharded when training begins.

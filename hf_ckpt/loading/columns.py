@@ -143,8 +143,8 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
     share = sum(length > max_length for length in lengths) / max(1, len(lengths))
     more = f"; examples left out: {left_out:,} longer than data.max_length {max_length}" if left_out else ""
     yield (
-        f"Training data: {len(rows):,} examples, {sum(lengths):,} tokens, longest row {max(lengths, default=0):,}, "
-        f"truncated {share:.1%}{more}"
+        f"Training data: {len(rows):,} examples, {sum(lengths):,} tokens, "
+        f"longest sequence {max(lengths, default=0):,}, truncated {share:.1%}{more}"
     )
     if max(share, left_out / max(1, num_rows)) > _MANY:
         yield (

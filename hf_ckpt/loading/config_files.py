@@ -53,7 +53,7 @@ def _check_file(path: Path) -> None:
 def not_to_be_had(name: str, reason: str) -> str:
     """Say what to do about a config that was not found."""
     return (
-        f"model.name_or_path: the config of {name} is not to be had ({reason}).{did_you_mean(name, known_configs())} "
+        f"model.name_or_path: the config of {name} was not found ({reason}).{did_you_mean(name, known_configs())} "
         "Check the name, go online, log in with `hf auth login` if it is gated or private, or give the path of a "
         "folder with its config.json; weights are not needed. A recipe may describe the shape instead, in model.config."
     )

@@ -171,7 +171,7 @@ def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, *
     try:
         model: PreTrainedModel = _auto_class(recipe).from_config(config, **options)
     except (ValueError, ImportError) as error:
-        what = "model that scores rows" if recipe.kind.scores_rows else "causal language model"
+        what = "model that scores sequences" if recipe.kind.scores_rows else "causal language model"
         what = "model that reads images" if recipe.kind.reads_images else what
         # What follows is a list of all classes that there are.
         said = str(error).partition("\n")[0].rstrip(".")
@@ -268,7 +268,7 @@ def _loading_advice(name: str, error: Exception) -> str:
     if isinstance(error, ValueError):
         return f"model.name_or_path: {name} cannot be loaded: {reason}."
     return (
-        f"model.name_or_path: {name} is neither a local folder with a model nor to be had from the hub ({reason}). "
+        f"model.name_or_path: {name} is neither a local folder with a model nor found on the hub ({reason}). "
         "Check the name, log in with `hf auth login` if it is gated or private, or give the path of a local copy."
     )
 
@@ -303,7 +303,7 @@ def find_config(recipe: Recipe) -> Found:
             except RecipeError as error:
                 refusals.append(error)
     if (known := known_config(name)) is not None:
-        why = f"{name} is neither cached nor to be had from the hub"
+        why = f"{name} is not cached, and cannot be loaded from the hub"
         return Found(known, f"the shapes that hf_ckpt knows ({why})", section, has_weights=False)
     raise refusals[-1]
 

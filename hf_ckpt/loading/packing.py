@@ -53,7 +53,7 @@ def check_packing(model: nn.Module) -> None:
     name = type(model).__name__
     causal_lm = cast(PreTrainedModel, model)  # PEFT's wrapper hands on what it does not have itself
     if _has_chunks_across_documents(causal_lm):
-        raise DataError(_refusal(name, "chunks of its attention are counted from the start of the row"))
+        raise DataError(_refusal(name, "chunks of its attention are counted from the start of the sequence"))
     if causal_lm.device.type == "meta":
         return
     if (leaked := _leaked_gradient(causal_lm)) != 0:

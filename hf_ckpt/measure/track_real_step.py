@@ -10,7 +10,7 @@ besides: a prediction is held against all of these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,10 +28,9 @@ from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import read_tape
 from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.structure.stored import replaced
 from hf_ckpt.trainer.other_models import other_models
 from hf_ckpt.upstream.trl import GENERATED
-
-_OWN_METHODS = ("get_batch_samples", "training_step")
 
 
 def follow_trainer(trainer: Trainer, *, at_step: int = 2, **structure: Any) -> StepMemory:
@@ -75,19 +74,18 @@ class _StepRecorder(TrainerCallback):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        found = {name: vars(self._trainer)[name] for name in _OWN_METHODS if name in vars(self._trainer)}
-        self._get_batch_samples, self._training_step = (getattr(self._trainer, name) for name in _OWN_METHODS)
-        self._trainer.add_callback(self)
+        trainer = self._trainer
+        self._get_batch_samples, self._training_step = trainer.get_batch_samples, trainer.training_step
+        trainer.add_callback(self)
         try:
-            for name in _OWN_METHODS:
-                setattr(self._trainer, name, getattr(self, name))
-            yield
+            with (
+                replaced(trainer, "get_batch_samples", self.get_batch_samples),
+                replaced(trainer, "training_step", self.training_step),
+                closing(self._entered),
+            ):
+                yield
         finally:
-            self._entered.close()
-            for name in _OWN_METHODS:
-                delattr(self._trainer, name)
-            vars(self._trainer).update(found)
-            self._trainer.remove_callback(self)
+            trainer.remove_callback(self)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """See `Trainer`: draw the micro-batches of a step."""

@@ -22,7 +22,7 @@ from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
 from hf_ckpt.patch.instance_methods import run_all
-from hf_ckpt.patch.interrupted_run import TrainCall
+from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
 from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
 from hf_ckpt.patch.switched_by_others import SwitchedByOthers
@@ -367,10 +367,10 @@ def remove_leftover(model: nn.Module) -> bool:
     return sum(patch.remove_if_over() for patch in _patches(model)) > 0
 
 
-def train_call_of(model: nn.Module) -> TrainCall | None:
-    """Return the call of a Trainer that the plan on a model belongs to; None without one, or if applied by hand."""
+def train_call_of(model: nn.Module) -> TrainCall:
+    """Return the call of a Trainer that the plan on a model belongs to; `NoCall` without one, or if applied by hand."""
     patches = _patches(model)
-    return patches[0].train_call if patches else None
+    return patches[0].train_call if patches else NoCall()
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -473,9 +473,6 @@ def _switch_off_others(model: nn.Module, patches: list[StackPatch]) -> None:
         found += [name for name in OTHER_FLAGS if isinstance(vars(module).get(name), bool)]
         for name in found:
             path = clean_path(model, raw_path)
-            _patch_around(path, patches).set(path, module, name, False)
-
-
-def _patch_around(path: str, patches: list[StackPatch]) -> StackPatch:
-    """Return the patch of the stack whose owner holds the module at `path`; the first one's if none does."""
-    return next((patch for patch in patches if path.startswith(patch.path.rpartition(".")[0])), patches[0])
+            # That of the stack whose owner holds the module; the first one's if none does.
+            around = (patch for patch in patches if path.startswith(patch.path.rpartition(".")[0]))
+            next(around, patches[0]).set(path, module, name, False)

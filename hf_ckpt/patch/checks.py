@@ -83,26 +83,16 @@ def check_engine(args: TrainingArguments) -> None:
             "CUDA_VISIBLE_DEVICES to one GPU."
         )
     deepspeed.check_own_checkpointing(args)
-    if _is_distributed(args) and _asks_for_reentrant(args):
+    is_fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    is_distributed = args.world_size > 1 or is_fsdp or bool(args.deepspeed)
+    asked = [name for name in CHECKPOINTING_ARGUMENTS if getattr(args, name, None)]
+    if is_distributed and any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in asked):
         raise UnsupportedError(
             "The training arguments ask for reentrant activation checkpointing (use_reentrant: True) in addition to "
             "the policy. It runs a backward of its own inside the backward, which DDP, FSDP and DeepSpeed take for the "
             "end of theirs, and the policy is never reentrant. Set gradient_checkpointing=False: the policy does its "
             "work."
         )
-
-
-def _is_distributed(args: TrainingArguments) -> bool:
-    is_fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return args.world_size > 1 or is_fsdp or bool(args.deepspeed)
-
-
-def _asks_for_reentrant(args: TrainingArguments) -> bool:
-    for name in CHECKPOINTING_ARGUMENTS:
-        options = getattr(args, f"{name}_kwargs", None) or {}
-        if getattr(args, name, None) and options.get("use_reentrant"):
-            return True
-    return False
 
 
 def check_exact(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:

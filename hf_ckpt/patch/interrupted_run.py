@@ -49,10 +49,14 @@ class TrainCall:
             frame = frame.f_back
         return False
 
-    def is_innermost(self) -> bool:
-        """Whether this call is under way in this thread, and no other within it."""
+    def is_over(self) -> bool:
+        """Whether the call has returned, or ended in an exception."""
+        return not self.is_running()
+
+    def is_around_another(self) -> bool:
+        """Whether the call is under way, further out than the innermost one in this thread."""
         frame = _innermost()
-        return frame is not None and id(frame) == self._frame and self.is_running()
+        return self.is_running() and (frame is None or id(frame) != self._frame)
 
     def is_of(self, trainer: object) -> bool:
         """Whether it is a call of this Trainer."""
@@ -65,30 +69,46 @@ class TrainCall:
         return error if any(id(frame) == self._frame for frame, _ in frames) else None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TrainCall) and vars(self) == vars(other)
+        return type(self) is type(other) and vars(self) == vars(other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainCall:
         return self
 
-    def __reduce__(self) -> tuple[type[_Over], tuple[()]]:
+    def __reduce__(self) -> tuple[type[TrainCall], tuple[()]]:
         return _Over, ()
 
 
-class _Over(TrainCall):
+class NoCall(TrainCall):
+    """What stands for a call outside of a Trainer, as for a plan that was applied by hand: it neither runs nor ends."""
+
     def __init__(self) -> None:
         pass
 
     def is_running(self) -> bool:
         return False
 
+    def is_over(self) -> bool:
+        return False
+
     def is_of(self, trainer: object) -> bool:
         return False
 
+    def uncaught_error(self) -> None:
+        return None
 
-def train_call() -> TrainCall | None:
-    """Return the innermost call of a `train()` in this thread; None outside of one."""
+    def __reduce__(self) -> tuple[type[TrainCall], tuple[()]]:
+        return type(self), ()
+
+
+class _Over(NoCall):
+    def is_over(self) -> bool:
+        return True
+
+
+def train_call() -> TrainCall:
+    """Return the innermost call of a `train()` in this thread; `NoCall` outside of one."""
     frame = _innermost()
-    return None if frame is None else TrainCall(frame)
+    return NoCall() if frame is None else TrainCall(frame)
 
 
 def running_trainer() -> Any:
@@ -141,7 +161,7 @@ class Removal:
 
     def run_if_over(self, model: nn.Module) -> None:
         """Take the plan off if the call is over."""
-        if torch.compiler.is_compiling() or self.call.is_running():
+        if torch.compiler.is_compiling() or not self.call.is_over():
             return
         trainer = running_trainer()
         if trainer is not None and not self.call.is_of(trainer):

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
-from hf_ckpt.patch.interrupted_run import TrainCall
+from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
 from hf_ckpt.patch.switched_by_others import SwitchedByOthers
 from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic
 from hf_ckpt.policy.plan import Plan
@@ -32,6 +32,7 @@ from hf_ckpt.regions.recompute import run_region
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.structure.layers import is_unit, members
+from hf_ckpt.structure.stored import Missing, own, put_back
 from hf_ckpt.upstream.accelerate import FORWARD_BEFORE_HOOK
 from hf_ckpt.upstream.transformers import (
     FLAG,
@@ -57,10 +58,6 @@ Region = Callable[..., Any]
 """Runs a function so that its activations are handled: `region(function, *args)`."""
 
 
-class _Missing:
-    """Stands for an attribute that the instance did not have. A class: copies and pickles keep its identity."""
-
-
 @dataclass
 class Change:
     """One attribute set on one module."""
@@ -73,7 +70,7 @@ class Change:
 
     def is_in_force(self) -> bool:
         """Whether the module still has what was set."""
-        return self.module.__dict__.get(self.name, _Missing) is self.ours
+        return own(self.module, self.name) is self.ours
 
     def assert_again(self) -> None:
         """Set it again."""
@@ -86,12 +83,9 @@ class Change:
             return
         if self.name == FUNCTION:
             # Whoever has kept it and sets it again, with the flag, finds one that recomputes nothing.
-            original = _call_function if self.found is _Missing else self.found
+            original = _call_function if self.found is Missing else self.found
             cast("Any", self.ours).__setstate__((original, (), {}, {}))
-        if self.found is _Missing:
-            self.module.__dict__.pop(self.name, None)
-        else:
-            setattr(self.module, self.name, self.found)
+        put_back(self.module, self.name, self.found)
 
 
 def _call_function(function: Callable[..., Any], *args: Any) -> Any:
@@ -126,7 +120,7 @@ class StackPatch:
         self.pending_errors = PendingErrors()
         self.tilings: list[Tiling] = []
         self.siblings: list[StackPatch] = [self]
-        self.train_call: TrainCall | None = None
+        self.train_call: TrainCall = NoCall()
         # Not where others act on the flag of a layer as if transformers' own checkpointing were on.
         self.uses_seam = True
         self.drops_cache = False
@@ -144,7 +138,7 @@ class StackPatch:
         """
         if any(change.module is module and change.name == name for change in self._changes):
             return
-        self._changes.append(Change(path, module, name, module.__dict__.get(name, _Missing), ours))
+        self._changes.append(Change(path, module, name, own(module, name), ours))
         setattr(module, name, ours)
 
     def make_region(self, path: str, module: nn.Module, region: Region, modes: OtherModes) -> None:
@@ -214,7 +208,8 @@ class StackPatch:
         if self._home is not None:
             undos.append(partial(delattr, self._home, HANDLE))
         self._changes, self._on_remove, self.hooks = [], [], []
-        self._home = self._hook = self.train_call = None
+        self._home = self._hook = None
+        self.train_call = NoCall()
         run_all(undos)
 
     def remove_if_over(self) -> bool:
@@ -222,7 +217,7 @@ class StackPatch:
 
         Returns whether it had: a run that ends otherwise does so itself.
         """
-        if self.train_call is None or self.train_call.is_running():
+        if not self.train_call.is_over():
             return False
         logger.info(LEFTOVER)
         run_all(patch.remove for patch in reversed(self.siblings))

@@ -5,10 +5,9 @@ They take it to be on, by the flag of the plan's layers: trl does around its ref
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
+from hf_ckpt.structure.stored import Missing, own, put_back
 from hf_ckpt.upstream.transformers import FUNCTION, INPUT_GRADIENTS, asks_for_input_gradients
 
 _NAMES = (FUNCTION, *INPUT_GRADIENTS)
@@ -19,9 +18,7 @@ class SwitchedByOthers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._found = {
-            module: {name: vars(module)[name] for name in _NAMES if name in vars(module)} for module in _marked(model)
-        }
+        self._found = {module: {name: own(module, name) for name in _NAMES} for module in _marked(model)}
         self._hooks = {key for module in model.modules() for key in _hooks_of(module)}
 
     def take_off_hooks(self) -> None:
@@ -32,20 +29,14 @@ class SwitchedByOthers:
 
     def remove(self) -> None:
         """Put back what was found, where the function that recomputes is another one; asked once the plan's is off."""
-        marked = {**self._found, **dict.fromkeys(_marked(self._model))}
-        if not any(vars(module).get(FUNCTION) is not self._of(module).get(FUNCTION) for module in marked):
+        # What has come since had none of them.
+        marked = {**dict.fromkeys(_marked(self._model), dict.fromkeys(_NAMES, Missing)), **self._found}
+        if all(own(module, FUNCTION) is found[FUNCTION] for module, found in marked.items()):
             return
         self.take_off_hooks()
-        for module in marked:
-            found = self._of(module)
-            for name in _NAMES:
-                if name not in found:
-                    vars(module).pop(name, None)
-                elif found[name] is not vars(module).get(name):
-                    setattr(module, name, found[name])
-
-    def _of(self, module: nn.Module) -> dict[str, Any]:
-        return self._found.get(module, {})
+        for module, found in marked.items():
+            for name, value in found.items():
+                put_back(module, name, value)
 
 
 def _marked(model: nn.Module) -> list[nn.Module]:

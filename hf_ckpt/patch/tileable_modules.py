@@ -33,10 +33,8 @@ def tiled_modules(layer: Layer) -> list[str]:
 
 
 def random_modules(layer: Layer, names: Sequence[str]) -> list[str]:
-    """Return the names of modules, of those that `tiled_modules` named and inside them, that draw random numbers.
-
-    Tiles draw one mask for each slice, so that there the numbers differ from those of the whole.
-    """
+    """Return the names of modules, of those that `tiled_modules` named and inside them, that draw random numbers."""
+    # Tiles draw one mask for each slice, so that there the numbers differ from those of the whole.
     return [
         f"{name}.{inner}".rstrip(".")
         for name in names

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward, is_started_again
 from hf_ckpt.structure.layers import Stack, modules_of
-from hf_ckpt.structure.stored import stored
+from hf_ckpt.structure.stored import own, put_back, stored
 from hf_ckpt.upstream.transformers import CACHE_ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
 _PACKED = ("position_ids", "attention_mask")
-
-
-class _Missing:
-    """Stands for a value that the config did not have."""
 
 
 class UseCache:
@@ -42,12 +38,10 @@ class UseCache:
         # Models that are not transformers' may have anything by that name.
         configs = {id(config): config for config in found if hasattr(config, "__dict__")}
         # The outermost one: wrappers such as PEFT's, which have none, answer with it.
-        self._own = own = next(iter(configs.values()), None)
+        self._own = next(iter(configs.values()), None)
         # The Trainer writes the value into the model's own config even where that has none (vision-language models).
         self._found = [
-            (config, vars(config).get(_NAME, _Missing))
-            for config in configs.values()
-            if config is own or hasattr(config, _NAME)
+            (config, own(config, _NAME)) for config in configs.values() if config is self._own or hasattr(config, _NAME)
         ]
         self._set: dict[int, object] = {}
 
@@ -73,12 +67,8 @@ class UseCache:
     def restore(self) -> None:
         """Set every value that is as it was set, or False, to what it was; another value is somebody's later choice."""
         for config, value in self._found:
-            if vars(config).get(_NAME) is not self._set.get(id(config), False):
-                continue
-            if value is _Missing:
-                delattr(config, _NAME)
-            else:
-                setattr(config, _NAME, value)
+            if vars(config).get(_NAME) is self._set.get(id(config), False):
+                put_back(config, _NAME, value)
         self._set = {}
 
 
@@ -100,12 +90,10 @@ def restore_recorded(model: nn.Module) -> None:
 
 
 def skip_in_training_forwards(model: nn.Module, check: SharedIndexCheck) -> Iterator[RemovableHandle]:
-    """Place hooks that make no cache in training forwards unless the caller asks for one; configs stay as they are.
-
-    The arguments are set, not the configs: those are what others read and save at any time. All models inside are
-    reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
-    `check` stops the first forward if the cache would matter.
-    """
+    """Place hooks that make no cache in training forwards unless the caller asks for one; configs stay as they are."""
+    # The arguments are set, not the configs: those are what others read and save at any time. All models inside are
+    # reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
+    # `check` stops the first forward if the cache would matter.
     for module in modules_of(model):
         if isinstance(module, PreTrainedModel) and getattr(stored(module, "config"), _NAME, None) is not None:
             parameters = inspect.signature(module.forward).parameters
@@ -154,7 +142,7 @@ class Topic(Enum):
     """What is said once of a plan, and of those that take its place; nothing of it of simulated steps."""
 
     EMPTY_CACHE = "a cache that is asked for comes back empty"
-    PACKED_ROWS = "documents of a row attend to those before them"
+    PACKED_ROWS = "documents of a sequence attend to those before them"
     EVAL_MODE = "a forward keeps activations in eval mode"
 
 
@@ -212,10 +200,10 @@ class SharedIndexCheck:
             self._told.add(Topic.PACKED_ROWS)
         if begins_anew:
             logger.warning(
-                "Position ids begin again within a row, no attention_mask came, and use_cache is on: so transformers "
-                "lets each document of the row attend to those before it, with this plan and without. With "
-                "use_cache=False documents are kept apart, which is another loss. Say in the call or the config which "
-                "is meant: use_cache=False for packed documents."
+                "Position ids begin again within a sequence, no attention_mask came, and use_cache is on. So "
+                "transformers lets each document of the sequence attend to those before it, with this plan and "
+                "without. With use_cache=False documents are kept apart, which is another loss. Say in the call or the "
+                "config which is meant: use_cache=False for packed documents."
             )
 
     def enter(self, module: nn.Module, asked: object) -> None:
@@ -279,9 +267,6 @@ class SharedIndexCheck:
 
 def _writes_cache(module: nn.Module) -> bool:
     """Whether a module writes to a cache at an index of its own, rather than one inside of it."""
-    inside = [each for each in module.modules() if type(vars(each).get("layer_idx")) is int and _takes_cache(each)]
-    return inside == [module]
-
-
-def _takes_cache(module: nn.Module) -> bool:
-    return not CACHE_ARGUMENTS.isdisjoint(inspect.signature(module.forward).parameters)
+    indexed = [each for each in module.modules() if type(vars(each).get("layer_idx")) is int]
+    writers = [each for each in indexed if not CACHE_ARGUMENTS.isdisjoint(inspect.signature(each.forward).parameters)]
+    return writers == [module]

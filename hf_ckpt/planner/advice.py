@@ -57,7 +57,7 @@ class OptionChange:
 def as_keywords(options: Mapping[str, object]) -> str:
     """Return options as keyword arguments, such as `memory_budget="22GiB"`."""
     return ", ".join(
-        f"rows of {value} tokens"
+        f"sequences of {value} tokens"
         if name == "row_length"
         else f'{name}="{value}"'
         if isinstance(value, str)
@@ -101,7 +101,7 @@ def nothing_fits(
     lines += [*search.smaller_batches(), *optimizers, *search.among(changes)]
     which = "bitwise plan" if is_exact else "plan"
     asked = f"memory_budget={format_bytes(budget_bytes)}{' with exact: true' if is_exact else ''}"
-    advice = "Use shorter rows, fewer weights, or a larger device."
+    advice = "Use shorter sequences, fewer weights, or a larger device."
     if lines:
         width = max(len(write(line.options)) for line in lines)
         rows = [f"  {write(line.options):<{width}}  # {line.comment()}" for line in lines]
@@ -206,8 +206,8 @@ class _FittingChanges:
         if self._floor == self._step or self._floor_fits():
             return ""
         return (
-            f"Shorter rows and smaller micro-batches are not enough: one row of {self._floor.seq_length} tokens needs "
-            f"{format_bytes(self._needed(self._floor))}. "
+            "Shorter sequences and smaller micro-batches are not enough: one sequence of "
+            f"{self._floor.seq_length} tokens needs {format_bytes(self._needed(self._floor))}. "
         )
 
     def _floor_fits(self) -> bool:
@@ -236,7 +236,7 @@ class _FittingChanges:
     def _needed(self, step: Step) -> int:
         key = (step.batch_size, step.seq_length)
         if key not in self._known:
-            rows = "1 row" if step.batch_size == 1 else f"{step.batch_size} rows"
+            rows = "1 sequence" if step.batch_size == 1 else f"{step.batch_size} sequences"
             self._say(f"Simulating {rows} of {step.seq_length:,} tokens ...")
             self._known[key] = self._needed_by(step)
         return self._known[key]
@@ -297,7 +297,7 @@ class Exactness:
         text = f"same gradients, bit for bit; {slower}"
         if self.inexact_of_none is None or slower_by(self.inexact_of_none) == slower_by(self.of_none):
             return text
-        return f"{text} ({slower_by(self.inexact_of_none)} with exact: false, {_WITHIN})"
+        return f"{text}. With exact: false {slower_by(self.inexact_of_none)}, {_WITHIN}"
 
 
 def slower_by(of_none: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe.install_command import install_command
 from hf_ckpt.recipe.recipe import Recipe
 
 EXTRAS = {
@@ -32,8 +33,7 @@ def missing_text(*packages: str) -> str:
         # Those of other ways to train bring it along.
         extras.discard(_OF_ALL_THAT_TRAIN)
     what = "which is not installed" if len(packages) == 1 else "which are not installed"
-    command = f'pip install "hf_ckpt[{",".join(sorted(extras))}]"'
-    return f"hf-ckpt needs {' and '.join(packages)}, {what}. Run: {command}"
+    return f"hf-ckpt needs {' and '.join(packages)}, {what}. Run: {install_command(*extras)}"
 
 
 def require_for(recipe: Recipe, *packages: str) -> None:

@@ -17,8 +17,9 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document, resolve_path, there_is_no, write_yaml
+from hf_ckpt.recipe.other_formats import other_format, says_other_format
 from hf_ckpt.recipe.rules import check_rules
-from hf_ckpt.recipe.schema import TRAINER, Draft, check_sections
+from hf_ckpt.recipe.schema import REQUIRED_SECTIONS, TRAINER, Draft, check_sections
 from hf_ckpt.recipe.trainer_kinds import REWARDS, TrainerKind, kind_of
 from hf_ckpt.recipe.trainer_rules import written_rewards
 from hf_ckpt.recipe.upstream_fields import has_virtual_tokens
@@ -127,6 +128,10 @@ def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -
 
 
 def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes: Mistakes) -> Recipe:
+    keys = {str(key) for key in document.value}
+    other = other_format(keys) if len(keys & set(REQUIRED_SECTIONS)) < len(REQUIRED_SECTIONS) - 1 else None
+    if other is not None:
+        raise RecipeError(says_other_format(path, other))
     draft = check_sections(document, mistakes)
     if mistakes.is_whole:
         check_rules(draft)

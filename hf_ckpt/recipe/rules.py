@@ -220,7 +220,7 @@ def _adapter_trains(draft: Draft) -> Iterator[Refusal]:
         kind_of_run = draft.trainer or TEXT
         if draft.get(f"{name}.task_type") not in (None, kind_of_run.task_type):
             what = f"trainer {kind_of_run.name} trains" if kind_of_run.name else "recipes train"
-            models = "models that score rows" if kind_of_run.scores_rows else "causal language models"
+            models = "models that score sequences" if kind_of_run.scores_rows else "causal language models"
             yield f"{name}.task_type", f"{what} {models}. Write {kind_of_run.task_type}, or leave it out."
         if draft.get(f"{name}.peft_type") not in (None, kind.upper()):
             text = "the lora section is a LoraConfig" if name == "lora" else f"adapter.type is {show(kind)}"

@@ -15,8 +15,8 @@ from hf_ckpt.policy.options import CallbackOptions
 from hf_ckpt.recipe import upstream_fields
 from hf_ckpt.recipe.document import Entry, Location, Mistakes
 from hf_ckpt.recipe.field_types import Hint, accepts, advice, describe, show, simplified
+from hf_ckpt.recipe.install_command import install_command
 from hf_ckpt.recipe.trainer_kinds import (
-    INSTALL_TRL,
     NOT_POSSIBLE,
     OLDEST_TRL,
     REWARDS,
@@ -270,7 +270,7 @@ def _is_installed(draft: Draft, kind: TrainerKind) -> bool:
     if found is not None and found >= OLDEST_TRL:
         return True
     what = "is not installed" if found is None else f"is installed in version {upstream_fields.version('trl')}"
-    draft.refuse(TRAINER, f"is a trainer of trl, which {what}. Run: {INSTALL_TRL}")
+    draft.refuse(TRAINER, f"is a trainer of trl, which {what}. Run: {install_command('trl')}")
     return False
 
 

@@ -70,7 +70,7 @@ class Summary:
 
 _GPUS = re.compile(r"(?:one|(?P<eight>eight)) GPUs? with (?P<size>\d+ GB)")
 _PEAK = re.compile(r"predicted peak ([\d.]+ \wiB)")
-_LONGEST_ROW = re.compile(r"rows of up to ([\d,]+) tokens")
+_LONGEST_ROW = re.compile(r"sequences of up to ([\d,]+) tokens")
 
 
 def header(text: str) -> Mapping[str, str]:

@@ -91,4 +91,3 @@ NOT_POSSIBLE = {
 """Trainers that a recipe cannot have, and why."""
 
 OLDEST_TRL = (1, 16)
-INSTALL_TRL = 'pip install "hf_ckpt[trl]"'

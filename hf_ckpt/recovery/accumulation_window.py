@@ -17,21 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.attribute_snapshots import Attributes, SavedTensor
 from hf_ckpt.recovery.ladder import Size
 from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.regions.execution_state import RandomState
 
+# A buffer of more bytes, such as packed weights, is not copied to find out whether forwards change it.
 _LARGE_BYTES = 2**26
-"""Of a buffer that is not copied to find out whether forwards change it, such as packed weights."""
+# A gradient that nobody has set to None before the window is copied up to so many bytes.
 _COPIED_BYTES = 2**20
-"""Of a gradient that nobody has set to None before the window, up to which it is copied."""
-
 
 _version = attrgetter("_version")
-
-
-# --- Random numbers. ---
 
 
 def one_of_each_device(model: nn.Module) -> list[Tensor]:
@@ -41,19 +37,12 @@ def one_of_each_device(model: nn.Module) -> list[Tensor]:
 
 # --- Buffers. ---
 
-_Key = tuple[int, str]
-"""The id of a module's dictionary of buffers, and a name in it."""
-
 
 class Buffers:
     """The buffers of modules, and which of them forwards change.
 
-    Before the first micro-batch all of them but very large ones are copied to the host. What has changed after it is
-    known to change: that is cloned before each micro-batch from then on, and the rest is held by reference.
-
     Args:
-        are_sent: DistributedDataParallel writes to them, with the values that they have: only values tell, then, and
-            the first copies stay.
+        are_sent: DistributedDataParallel writes to them, with the values that they have: only values tell, then.
     """
 
     def __init__(self, *, are_sent: bool = False) -> None:
@@ -61,7 +50,8 @@ class Buffers:
         self._first: SavedBuffers | None = None
         self._modules: Sequence[nn.Module] = ()
         self._holders: list[dict[str, Tensor | None]] = []
-        self._changing: set[_Key] | None = None
+        # The ids of dictionaries of which a buffer is known to change.
+        self._changing: set[int] | None = None
 
     def of(self, modules: Sequence[nn.Module]) -> SavedBuffers:
         """Return the buffers of some modules as they are."""
@@ -70,91 +60,71 @@ class Buffers:
         if modules is not self._modules:
             # Walking all modules in each micro-batch would take longer than all else.
             self._modules, self._holders = modules, [module._buffers for module in modules if module._buffers]
-        saved = {
-            (id(holder), name): _SavedBuffer(holder, name, buffer, buffer._version, self._copied(holder, name, buffer))
+        saved = [
+            (holder, name, buffer if buffer is None else self._saved(holder, buffer))
             for holder in self._holders
             for name, buffer in holder.items()
-            if buffer is not None
-        }
-        empty = {(id(holder), name) for holder in self._holders for name, buffer in holder.items() if buffer is None}
-        return SavedBuffers(saved, empty, modules)
+        ]
+        return SavedBuffers(saved, modules)
 
-    def _copied(self, holder: dict[str, Tensor | None], name: str, buffer: Tensor) -> Tensor | None:
-        """Return what brings a buffer back after it was written to."""
+    def _saved(self, holder: dict[str, Tensor | None], buffer: Tensor) -> SavedTensor:
+        copied: Tensor | None = None
         if self._changing is None:
-            return buffer.detach().to("cpu", copy=True) if buffer.nbytes <= _LARGE_BYTES else None
-        return buffer.detach().clone() if (id(holder), name) in self._changing else None
+            # Before the first micro-batch all but very large ones are copied to the host.
+            copied = buffer.detach().to("cpu", copy=True) if buffer.nbytes <= _LARGE_BYTES else None
+        elif id(holder) in self._changing:
+            copied = buffer.detach().clone()
+        return SavedTensor(buffer, buffer._version, copied)
 
     def learn(self, saved: SavedBuffers) -> None:
-        """Find out, after the first micro-batch, which buffers it has changed."""
+        """Find out, after the first micro-batch, which modules it has changed buffers of."""
         if self._are_sent:
             self._first = saved
         elif self._changing is None:
-            self._changing = saved.of_changed_modules()
-
-
-@dataclass(slots=True)
-class _SavedBuffer:
-    holder: dict[str, Tensor | None]
-    name: str
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
-
-    @property
-    def is_written(self) -> bool:
-        return self.tensor._version != self.version
-
-    @property
-    def has_other_values(self) -> bool:
-        if self.holder.get(self.name) is not self.tensor:
-            return True
-        if self.copy is None:
-            return self.is_written
-        return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
+            # Kernels of normalization write running statistics past the versions of tensors.
+            self._changing = {id(holder) for holder, _, _ in saved.changed(or_written=True)}
 
 
 class SavedBuffers:
-    """The buffers of modules at one moment."""
+    """The buffers of modules at one moment: the dictionaries that they are in, their names, and what they were."""
 
-    def __init__(self, saved: dict[_Key, _SavedBuffer], empty: set[_Key], modules: Sequence[nn.Module]) -> None:
-        self.saved = saved
-        self._empty = empty
+    def __init__(
+        self, saved: list[tuple[dict[str, Tensor | None], str, SavedTensor | None]], modules: Sequence[nn.Module]
+    ) -> None:
+        self._saved = saved
         self._modules = modules
 
-    def of_changed_modules(self) -> set[_Key]:
-        """Return the keys of all buffers of the modules of which any buffer has changed since."""
-        # Kernels of normalization write running statistics past the versions of tensors.
-        changed = {key[0] for key, each in self.saved.items() if each.is_written or each.has_other_values}
-        return {key for key in self.saved if key[0] in changed}
+    def changed(self, *, or_written: bool = False) -> list[tuple[dict[str, Tensor | None], str, SavedTensor]]:
+        """Return those that are others, have other values, or of which there is no copy to tell."""
+        return [
+            (holder, name, each)
+            for holder, name, each in self._saved
+            if each is not None
+            and (holder.get(name) is not each.tensor or (or_written and each.is_written) or each.has_other_values)
+        ]
 
     def with_other_values(self) -> list[str]:
         """Return the names of those that have other values than they had, or of which there is no copy to tell."""
-        return [each.name for each in self.saved.values() if each.has_other_values]
+        return [name for _, name, _ in self.changed()]
 
     def describe_lost(self) -> str | None:
         """Name those that were written to and of which there is no copy; None where there are none."""
-        lost = [each.name for each in self.saved.values() if each.copy is None and each.is_written]
+        lost = [name for _, name, each in self._saved if each is not None and each.is_lost]
         if not lost:
             return None
         return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
 
     def restore(self) -> None:
         """Bring them back, and take those away that were not there."""
+        known = {(id(holder), name) for holder, name, _ in self._saved}
         for module in self._modules:
-            for name, buffer in list(module._buffers.items()):
-                key = id(module._buffers), name
-                if key in self._empty:
-                    module._buffers[name] = None
-                elif buffer is not None and key not in self.saved:
-                    delattr(module, name)
-        for each in self.saved.values():
-            each.holder[each.name] = each.tensor
-            # To later micro-batches, which have no copy of it, a write would be one of a forward's.
-            if each.copy is not None and each.has_other_values:
-                with torch.no_grad():
-                    each.tensor.copy_(each.copy)
-                each.version = each.tensor._version
+            for name in [name for name in module._buffers if (id(module._buffers), name) not in known]:
+                # Not from the dictionary alone: the module also lists those that are not to be saved.
+                delattr(module, name)
+        for holder, name, each in self._saved:
+            holder[name] = None if each is None else each.tensor
+            if each is not None:
+                each.restore()
 
 
 # --- Gradients. ---
@@ -164,42 +134,35 @@ class Gradients:
     """Which gradients are there. They are not kept alive: whoever lets go of them frees them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
         self._seen = [
-            None if parameter.grad is None else (weakref.ref(parameter.grad), parameter.grad._version)
-            for parameter in parameters
+            (each, None, 0) if each.grad is None else (each, weakref.ref(each.grad), each.grad._version)
+            for each in parameters
         ]
 
     def are_written(self) -> bool:
         """Whether one that was there has been written to, and is there still."""
-        return any(is_same and version != gradient._version for gradient, is_same, version in self._now())
+        return any(
+            each.grad is not None and was is not None and was() is each.grad and version != each.grad._version
+            for each, was, version in self._seen
+        )
 
     def is_changed(self) -> bool:
-        """Whether any is another one, or has been written to."""
-        num_before = sum(seen is not None for seen in self._seen)
-        now = list(self._now())
-        return len(now) != num_before or any(not same or version != each._version for each, same, version in now)
+        """Whether any is another one, has been written to, or is gone."""
+        return bool(self.new()) or any(each.grad is None and was is not None for each, was, _ in self._seen)
 
     def new(self) -> list[nn.Parameter]:
         """Return the parameters that have a gradient which was not there, or has been written to."""
         return [
-            parameter
-            for seen, parameter in zip(self._seen, self._parameters, strict=True)
-            if parameter.grad is not None
-            and (seen is None or seen[0]() is not parameter.grad or seen[1] != parameter.grad._version)
+            each
+            for each, was, version in self._seen
+            if each.grad is not None and (was is None or was() is not each.grad or version != each.grad._version)
         ]
 
     def drop_new(self) -> None:
         """Let go of those that were not there."""
-        for seen, parameter in zip(self._seen, self._parameters, strict=True):
-            if seen is None or seen[0]() is not parameter.grad:
-                parameter.grad = None
-
-    def _now(self) -> Iterator[tuple[Tensor, bool, int]]:
-        """Yield the gradients that are there, whether each was there before, and its version then."""
-        for seen, parameter in zip(self._seen, self._parameters, strict=True):
-            if parameter.grad is not None:
-                yield parameter.grad, seen is not None and seen[0]() is parameter.grad, seen[1] if seen else -1
+        for each, was, _ in self._seen:
+            if was is None or was() is not each.grad:
+                each.grad = None
 
 
 class GradientsOfOthers:
@@ -209,11 +172,13 @@ class GradientsOfOthers:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        found = ((parameter, parameter.grad) for parameter in parameters)
-        small = [(each, grad) for each, grad in found if grad is not None and grad.nbytes <= _COPIED_BYTES]
-        self._copies = [(parameter, gradient, gradient.detach().clone()) for parameter, gradient in small]
-        copied = {id(parameter) for parameter, _ in small}
-        self._rest = Gradients([parameter for parameter in parameters if id(parameter) not in copied])
+        self._copied = [
+            (each, SavedTensor(each.grad, each.grad._version, each.grad.detach().clone()))
+            for each in parameters
+            if each.grad is not None and each.grad.nbytes <= _COPIED_BYTES
+        ]
+        copied = {id(each) for each, _ in self._copied}
+        self._rest = Gradients([each for each in parameters if id(each) not in copied])
 
     def fault(self) -> str | None:
         """Return why they cannot be brought back; None if they can."""
@@ -224,24 +189,18 @@ class GradientsOfOthers:
     def restore(self) -> None:
         """Bring them back."""
         self._rest.drop_new()
-        for parameter, gradient, copied in self._copies:
-            parameter.grad = gradient.copy_(copied)
+        for each, saved in self._copied:
+            each.grad = saved.tensor
+            saved.restore()
 
     def new(self) -> list[nn.Parameter]:
         """Return the parameters that have another gradient than they had."""
-        others = [
-            p for p, gradient, copied in self._copies if p.grad is not gradient or not torch.equal(gradient, copied)
-        ]
+        others = (each for each, saved in self._copied if each.grad is not saved.tensor or saved.has_other_values)
         return [*self._rest.new(), *others]
 
 
 class StepParameters:
-    """The parameters that a step may use: frozen ones too, which may be trained later, or written to by a forward.
-
-    Args:
-        model: that is trained.
-        optimizer: the Trainer's, where it is known.
-    """
+    """The parameters that a step may use: frozen ones too, which may be trained later, or written to by a forward."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self._model = model
@@ -262,9 +221,8 @@ class StepParameters:
             self._modules, self._stepped = modules, numbers
             own = dict.fromkeys(self._model.parameters())
             held = chain.from_iterable(module._parameters.values() for module in modules)
-            found = chain(stepped, held, loose)
-            others = dict.fromkeys(each for each in found if each is not None and each not in own)
-            self._found = list(own), list(others)
+            others = dict.fromkeys(chain(stepped, held, loose))
+            self._found = list(own), [each for each in others if each is not None and each not in own]
         return self._found
 
 
@@ -310,8 +268,8 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         named = list(nested_named_tensors(self.call.inputs))
-        self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
         self.size = Size.of(named)
+        self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
         # A step may take entries out of what it is given.
         self._inputs = copy.copy(self.call.inputs)
 
@@ -319,10 +277,17 @@ class MicroBatch:
         """Return the call with its inputs as they came."""
         return self.call.with_inputs(copy.copy(self._inputs))
 
-    @property
-    def changed_inputs(self) -> list[str]:
-        """The names of inputs that have been written to since."""
-        return [name for name, tensor, version in self._versions if tensor._version != version]
+    def restore(self) -> None:
+        """Bring attributes and random states back."""
+        self.attributes.restore()
+        self.randomness.restore()
+
+    def fault(self) -> str | None:
+        """Return what of it cannot be brought back; None if all can."""
+        if written := [name for name, tensor, version in self._versions if tensor._version != version]:
+            return f"the step has written to its inputs: {', '.join(written)}"
+        large = "the step has written to large tensors that the Trainer holds"
+        return self.attributes.describe_lost(large) or self.buffers.describe_lost()
 
 
 def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -353,16 +318,10 @@ def describe_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
 
 
-_LARGE_TENSORS = "the step has written to large tensors that the Trainer holds"
-
-
 class Window:
     """The micro-batches of one optimizer step that have begun, and what parameters were like before the first.
 
-    Raises nothing: `fault` says why the window cannot be undone, if so.
-
-    Attributes:
-        proof: whether its replay computes the same.
+    Raises nothing: `fault` says why the window cannot be undone, if so. `proof` holds its replay against it.
     """
 
     def __init__(self, proof: ReplayProof) -> None:
@@ -370,16 +329,12 @@ class Window:
         self.proof = proof
 
     def begin(self, parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
-        """Its first micro-batch begins.
-
-        Args:
-            parameters: of the model, whose gradients the Trainer has set to None, or to zeros.
-            others: that the step may use; their gradients may be there.
-        """
+        """Its first micro-batch begins; `others` are parameters that are not the model's, as of a loss."""
         self._parameters, self._others = parameters, others
         self._versions = list(map(_version, chain(parameters, others)))
+        # The Trainer has set the model's gradients to None, which costs nothing here, or to zeros. To see that they are
+        # zeros waits for the device.
         self._zeros = [parameter for parameter in parameters if parameter.grad is not None]
-        # Waits for the device, which the Trainer's own zero_grad(), to None, makes needless.
         self._has_gradients = any(bool(p.grad.any()) for p in self._zeros if p.grad is not None)
         self._gradients_of_others = GradientsOfOthers(others)
 
@@ -399,12 +354,7 @@ class Window:
                 "weights have changed since its first micro-batch (an optimizer that steps in backward, or an average "
                 "that forwards update?)"
             )
-        for micro_batch in self.micro_batches:
-            if written := micro_batch.changed_inputs:
-                return f"the step has written to its inputs: {', '.join(written)}"
-            if lost := micro_batch.attributes.describe_lost(_LARGE_TENSORS) or micro_batch.buffers.describe_lost():
-                return lost
-        return None
+        return next(filter(None, (each.fault() for each in self.micro_batches)), None)
 
     def undo(self) -> None:
         """Bring gradients and buffers back to what they were before the first micro-batch."""

@@ -14,12 +14,13 @@ import io
 import random
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,69 +32,69 @@ from hf_ckpt.regions.put_back import Slots, slot_names
 from hf_ckpt.upstream.peft import CONSTANT_IN_RUN
 from hf_ckpt.upstream.transformers import FUNCTION, IS_INITIALIZED
 
+# A container of so many entries is data rather than a record of a run: only its length is noted.
 _LONG = 10_000
-"""Entries from which on a container is data rather than a record of a run: only its length is noted."""
+# Where more entries than these of one container may change (rows of data), all are noted by reference.
 _MOST_INSIDE = 1000
-"""Entries that may change, of one container; where there are more (rows of data), all are noted by reference."""
+# A tensor or an array of up to so many bytes may count or record, and is copied.
 _SMALL_BYTES = 4096
-"""Of a tensor or an array that may count or record, and is copied."""
+# Attributes of a Trainer that no step changes, and that may be long.
 _DATA = frozenset({"train_dataset", "eval_dataset"})
-"""Attributes of a Trainer that no step changes, and that may be long."""
+# In a Trainer's state: grows with the run, by entries that stay as they are.
 _LOG = "log_history"
-"""Of a Trainer's state: grows with the run, by entries that stay as they are."""
+# How attributes of modules begin that are not the forward's to change.
 _OF_A_PLAN = ("_hf_ckpt", FUNCTION)
-"""How attributes of modules begin that are not the forward's to change."""
-_FIXED = frozenset(
-    {*"in_features out_features num_embeddings embedding_dim normalized_shape _keys".split(), IS_INITIALIZED}
-)
-"""What most modules have, and nothing else: sizes of weights, names in a ParameterDict, a mark of transformers."""
+# What most modules have, and do not change: what torch keeps in each, sizes of weights, names in a ParameterDict, marks
+# of transformers.
+_SIZES = "in_features out_features num_embeddings embedding_dim normalized_shape _keys".split()
+_STANDARD = frozenset((*vars(nn.Module()), "gradient_checkpointing", IS_INITIALIZED, *_SIZES))
+# Packages of whose modules there may be thousands: what they get as new attributes is seen only now and then.
 _OF_MANY = ("torch", "peft")
-"""Packages of whose modules there may be thousands: what they get as new attributes is seen only now and then."""
+# So many steps are between two looks at which modules there are. How many there are is looked at in each.
 _LOOKS = 16
-"""So many steps are between two looks at which modules there are. How many there are is looked at more often."""
+_MOST_NAMES = 4
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, np.generic)
 _IS_ATOM = frozenset((*_ATOMS, *np.sctypeDict.values()))
+# Packages into whose objects nobody looks, nor into those of classes derived from theirs: what a step changes of the
+# engine's is undone elsewhere, and what a thread works on cannot be.
 _OPAQUE = frozenset(
     "torch transformers accelerate peft datasets tokenizers hf_ckpt logging threading concurrent multiprocessing "
     "wandb mlflow comet_ml tensorboardX neptune clearml aim swanlab trackio tqdm ray".split()
 )
-"""Packages into whose objects nobody looks, nor into those of classes derived from theirs: what a step changes of the
-engine's is undone elsewhere, and what a thread works on cannot be."""
+# Of these numbers and words are noted all the same: a loss may anneal one in a config or in the arguments.
 _WITH_SETTINGS = frozenset({"torch", "transformers", "accelerate", "peft"})
-"""Of these numbers and words are noted all the same: a loss may anneal one in a config or in the arguments."""
-
-_MOST_NAMES = 4
 
 
+@dataclass
 class Attributes:
     """What some objects held at one moment. See `AttributeSnapshots`."""
 
-    def __init__(self, noted: list[tuple[_Holder, Any]], unknown: list[str], tree: _ModuleTree) -> None:
-        self._noted = noted
-        self._unknown = unknown
-        self._tree = tree
+    _noted: Sequence[tuple[_Held | _SmallContainers, Any]]
+    _modules: _Modules
+    _in_modules: list[Any]
+    _unknown: list[str]
 
     def without_large_tensors(self) -> Attributes:
         """Return the same, but for large tensors that modules hold: they are left as they are."""
-        of_modules, note = self._noted[-1]
-        assert isinstance(of_modules, _OfModules), "modules come last"
-        return Attributes(
-            [*self._noted[:-1], (of_modules, of_modules.without_large_tensors(note))], self._unknown, self._tree
-        )
+        in_modules = self._in_modules
+        if any(map(_is_large, in_modules)):
+            in_modules = [_LEFT if _is_large(value) else value for value in in_modules]
+        return Attributes(self._noted, self._modules, in_modules, self._unknown)
 
     def restore(self) -> None:
         """Bring it back, each object with its own identity: others may hold it too."""
-        for holder, note in self._noted:
-            holder.write(note)
+        for held, note in self._noted:
+            held.write(note)
+        self._modules.write(self._in_modules)
 
     def describe_lost(self, large: str) -> str | None:
         """Say what has changed, or may have, and cannot be brought back; None if nothing. `large`: of large tensors."""
-        lost = [holder for holder, note in self._noted if holder.is_lost(note)]
-        if tensors := [holder.name for holder in lost if isinstance(holder, _Tensor)]:
+        lost = [held for held, note in self._noted if held.is_lost(note)]
+        if tensors := [held.name for held in lost if isinstance(held.value, Tensor)]:
             return f"{large}: {', '.join(tensors[:_MOST_NAMES])}"
-        if names := [*self._unknown, *(holder.name for holder in lost), *self._tree.attributes.lost_names()]:
+        if names := [*self._unknown, *(held.name for held in lost), *self._modules.names_of_new()]:
             return f"nothing brings back {', '.join(names[:_MOST_NAMES])} (an iterator, too large to be copied, or new)"
-        return None if self._tree.has_same_children() else "modules have come or gone in it"
+        return None if self._modules.has_same_children() else "modules have come or gone in it"
 
 
 class AttributeSnapshots:
@@ -103,54 +104,54 @@ class AttributeSnapshots:
         owners: by the name that messages give them; each is looked into, of whatever class it is.
 
     Attributes:
-        modules: those among the owners and in what they hold, with all modules inside.
         parameters: those that are held outside of modules.
     """
 
     def __init__(self, *owners: tuple[str, object]) -> None:
         self._owners = owners
-        self._kinds: dict[type, tuple[type[_Holder], ...]] = {}
-        self._holders: dict[tuple[int, type[_Holder]], _Holder] = {}
-        self._seen: dict[int, object] = {}
-        self._tree = _ModuleTree([])
+        self._kinds: dict[type, tuple[_Kind, ...] | None] = {}
+        self._held: dict[tuple[int, _Kind], _Held] = {}
+        self._modules = _Modules([])
         self._find()
 
     @property
     def modules(self) -> list[nn.Module]:
-        return self._tree.modules
+        """Those among the owners and in what they hold, with all modules inside."""
+        return self._modules.modules
 
     def now(self, *, is_later: bool = False) -> Attributes:
         """Return what they hold now; `is_later` in a step in which modules have been looked for already."""
+        every: list[_Held | _SmallContainers] = [*self._held.values(), self._small]
         # All of them look, as each notes anew what it holds.
-        looks_other = [holder.looks_other() for holder in self._holders.values()]
-        if any(looks_other) or not (is_later or self._tree.looks_current()):
+        look_other = [each.looks_other() for each in every] + [self._modules.looks_other()]
+        if any(look_other) or not (is_later or self._modules.looks_current()):
             self._find()
-        return Attributes([(holder, holder.note) for holder in self._holders.values()], self._unknown, self._tree)
+            every = [*self._held.values(), self._small]
+        noted = [(each, each.note) for each in every]
+        return Attributes(noted, self._modules, self._modules.note, self._unknown)
 
     def _find(self) -> None:
-        known, self._holders = self._holders, {}
+        known, self._held = self._held, {}
+        self._seen: dict[int, object] = {}
         self._unknown: list[str] = []
         self.parameters: list[nn.Parameter] = []
         roots = self._look_into(self._owners, known)
-        num_roots, small = -1, list[tuple[str, Any]]()
+        num_roots, small = -1, list[Any]()
         # What modules hold may lead to others.
         while len(roots) != num_roots:
             num_roots = len(roots)
-            if not self._tree.is_of(roots):
-                self._tree = _ModuleTree(roots)
-            of_modules = self._tree.attributes
-            entries = of_modules.inside(of_modules.note)
-            small = [(name, value) for name, value in entries if _SmallContainers.takes(value)]
+            if not self._modules.is_of([root for _, root in roots]):
+                self._modules = _Modules(roots)
+            entries = self._modules.inside()
+            small = [value for _, value in entries if _SmallContainers.takes(value)]
             more = self._look_into((entry for entry in entries if not _SmallContainers.takes(entry[1])), known)
-            inside = set(map(id, self._tree.modules))
+            inside = set(map(id, self._modules.modules))
             roots += [(name, module) for name, module in more if id(module) not in inside]
-        self._holders[id(small), _SmallContainers] = _SmallContainers("modules", small)
-        # The last one: see `Attributes.without_large_tensors`.
-        self._holders[id(self._tree), _OfModules] = self._tree.attributes
+        self._small = _SmallContainers(small)
         self._seen.clear()
 
     def _look_into(
-        self, found: Iterable[tuple[str, Any]], known: dict[tuple[int, type[_Holder]], _Holder]
+        self, found: Iterable[tuple[str, Any]], known: dict[tuple[int, _Kind], _Held]
     ) -> list[tuple[str, nn.Module]]:
         """Find what holds what. Returns the modules."""
         modules: list[tuple[str, nn.Module]] = []
@@ -167,455 +168,317 @@ class AttributeSnapshots:
             if isinstance(value, nn.Parameter):
                 self.parameters.append(value)
                 continue
-            kinds = self._kinds_of(name, value, is_owner=id(value) in owners)
-            if _Unknown in kinds:
+            kinds = self._kinds_here(name, value, is_owner=id(value) in owners)
+            if kinds is None:
                 self._unknown.append(name)
                 continue
             for kind in kinds:
-                holder = known.get((id(value), kind)) or kind(name, value)
-                self._holders[id(value), kind] = holder
-                waiting.extend((f"{name}.{each}".strip("."), inner) for each, inner in holder.inside(holder.note))
+                held = known.get((id(value), kind)) or _Held(name, value, kind)
+                if kind is not _FIXED:
+                    self._held[id(value), kind] = held
+                waiting.extend((f"{name}.{each}".strip("."), inner) for each, inner in held.inside())
         return modules
 
-    def _kinds_of(self, name: str, value: Any, *, is_owner: bool) -> tuple[type[_Holder], ...]:
-        cls = type(value)
-        if cls not in self._kinds:
-            self._kinds[cls] = tuple(_kinds_of(value))
-        kinds = self._kinds[cls]
+    def _kinds_here(self, name: str, value: Any, *, is_owner: bool) -> tuple[_Kind, ...] | None:
+        if type(value) not in self._kinds:
+            self._kinds[type(value)] = _kinds_of(value)
+        kinds = self._kinds[type(value)]
+        if kinds is None:
+            return None
         if is_owner:
-            return kinds if _Attributes in kinds or not hasattr(value, "__dict__") else (*kinds, _Attributes)
-        if kinds and kinds[0] in (_Dict, _Items, _Numbers):
-            if len(value) >= _LONG:
-                return (_Long,)
-            if name.endswith(_LOG):
-                return (_Row,)
+            return kinds if _ATTRIBUTES in kinds or not hasattr(value, "__dict__") else (*kinds, _ATTRIBUTES)
+        if kinds and kinds[0] in (_DICT, _ITEMS, _NUMBERS):
+            return (_LENGTH,) if len(value) >= _LONG else (_ROW,) if name.endswith(_LOG) else kinds
         return kinds
 
 
-def _kinds_of(value: object) -> Iterator[type[_Holder]]:
-    """Yield what of the values of a class may change; nothing of one that is left alone."""
-    cls = type(value)
-    # What is written to files is not undone. Arrays in files are data.
-    if isinstance(value, (*_ATOMS, ModuleType, io.IOBase, np.memmap)):
-        return
-    kind = next((kind for base, kind in _KINDS if isinstance(value, base)), None)
-    if kind is None and hasattr(cls, "__next__"):
-        # An iterator: where it stands is not told, and it does not go back.
-        kind = _Unknown
-    if kind is not None:
-        yield kind
-    packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
-    if packages & _OPAQUE or kind is _Fixed:
-        # A mode or a hook that is derived from torch's watches the step from outside.
-        own = packages - {"torch"} | {cls.__module__.partition(".")[0]}
-        if kind is None and own & _WITH_SETTINGS and hasattr(value, "__dict__"):
-            yield _Settings
-        return
-    if slot_names(cls):
-        yield _Slots
-    if hasattr(value, "__dict__"):
-        yield _Attributes
+# --- What may change, and how it is copied and brought back. ---
 
 
-# --- What holds what. ---
+class _Kind(NamedTuple):
+    # Gets what is held, and its last note or None; returns a copy.
+    read: Callable[[Any, Any], Any]
+    # Gets what is held, and a note that it is to be like again.
+    write: Callable[[Any, Any], object]
+    # Whether what is in a note may change too: in a dictionary, or a list.
+    is_open: bool = False
+    # Returns what is read and written.
+    of: Callable[[Any], Any] = lambda value: value
+    # Whether it has changed since a note and cannot be brought back.
+    is_lost: Callable[[Any, Any], bool] = lambda value, note: False
 
 
-class _Holder:
-    """An object that may change.
+class _Held:
+    """One of the objects that may change. `note` is what it held when it was last looked at."""
 
-    Attributes:
-        name: for messages.
-        note: what it held when it was last looked at.
-    """
-
-    def __init__(self, name: str, value: Any) -> None:
+    def __init__(self, name: str, owner: Any, kind: _Kind) -> None:
         self.name = name
-        self.value = value
-        self.note = self.read()
-        self._changeable = list(self.changeable(self.note))
+        # The dictionary of its attributes does not keep it alive.
+        self._owner = owner
+        self._kind = kind
+        self.value = kind.of(owner)
+        self.note = kind.read(self.value, None)
+        self._changeable = self._changeable_now() if kind.is_open else []
 
-    def read(self) -> Any:
-        """Return what it holds, copied."""
-        return self.value
-
-    def write(self, note: Any) -> None:
-        """Bring that back."""
-
-    def is_lost(self, note: Any) -> bool:
-        """Whether it has changed and cannot be brought back."""
-        return False
-
-    def inside(self, note: Any) -> Sequence[tuple[Any, Any]]:
-        """Return what it holds that may change too, by name."""
-        return ()
-
-    def changeable(self, note: Any) -> Iterable[Any]:
-        """Return what of what it holds may change."""
-        return ()
+    def _changeable_now(self) -> list[Any]:
+        values = self.note.values() if type(self.note) is dict else self.note
+        return [] if _IS_ATOM.issuperset(map(type, values)) else [each for each in values if type(each) not in _IS_ATOM]
 
     def looks_other(self) -> bool:
         """Note what it holds now. Returns whether other objects that may change are in it than before."""
-        self.note = self.read()
-        now, before = list(self.changeable(self.note)), self._changeable
-        if len(now) == len(before) and all(map(is_, now, before)):
+        self.note = self._kind.read(self.value, self.note)
+        if not self._kind.is_open:
             return False
-        self._changeable = now
-        return True
+        before, self._changeable = self._changeable, self._changeable_now()
+        return len(before) != len(self._changeable) or not all(map(is_, before, self._changeable))
 
-
-class _Entries(_Holder):
-    """A container."""
-
-    def read(self) -> Any:
-        return list(self.value)
-
-    def changeable(self, note: Any) -> Iterable[Any]:
-        return () if _IS_ATOM.issuperset(map(type, note)) else [each for each in note if type(each) not in _IS_ATOM]
-
-    def inside(self, note: Any) -> Sequence[tuple[object, Any]]:
-        return _looked_into(enumerate(note))
-
-
-class _Dict(_Entries):
-    def read(self) -> dict[Any, Any]:
-        return dict(self.value)
-
-    def write(self, note: dict[Any, Any]) -> None:
-        if list(map(id, _flat(self.value))) == list(map(id, _flat(note))):
-            return
-        # Not by methods of a subclass, such as a Counter's, which adds; an OrderedDict keeps more than a dict does.
-        methods: Any = OrderedDict if isinstance(self.value, OrderedDict) else dict
-        methods.clear(self.value)
-        methods.update(self.value, note)
-
-    def changeable(self, note: dict[Any, Any]) -> Iterable[Any]:
-        return super().changeable(note.values())
-
-    def inside(self, note: dict[Any, Any]) -> Sequence[tuple[object, Any]]:
-        return _looked_into((key, value) for key, value in note.items() if key not in _DATA)
-
-
-def _flat(entries: dict[Any, Any]) -> Iterable[Any]:
-    return chain(entries, entries.values())
-
-
-class _Items(_Entries):
-    """A list, a deque, a set, or bytes."""
-
-    def write(self, note: list[Any]) -> None:
-        self.value.clear()
-        (self.value.update if isinstance(self.value, set) else self.value.extend)(note)
-
-
-class _Row(_Items):
-    """A list whose entries stay as they are."""
-
-    def changeable(self, note: Any) -> Iterable[Any]:
-        return ()
-
-    def inside(self, note: Any) -> Sequence[tuple[object, Any]]:
-        return ()
-
-
-class _Numbers(_Items):
-    """An array of the standard library."""
-
-    def write(self, note: list[Any]) -> None:
-        self.value[:] = array(self.value.typecode, note)
-
-
-class _Long(_Holder):
-    """A container of which the length is noted: a list that has grown is cut."""
-
-    def read(self) -> int:
-        return len(self.value)
-
-    def write(self, note: int) -> None:
-        if isinstance(self.value, list):
-            del self.value[note:]
-
-    def is_lost(self, note: int) -> bool:
-        return len(self.value) < note if isinstance(self.value, list) else len(self.value) != note
-
-
-class _Attributes(_Dict):
-    """Of an object that keeps them in a dictionary."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        self._owner = value  # A dictionary does not keep it alive.
-        super().__init__(name, vars(value))
-
-
-class _Settings(_Attributes):
-    """Numbers and words that are attributes of an object of a library."""
-
-    def write(self, note: dict[Any, Any]) -> None:
-        for name in [name for name, value in self.value.items() if name not in note and type(value) in _IS_ATOM]:
-            del self.value[name]
-        self.value.update((name, value) for name, value in note.items() if type(value) in _IS_ATOM)
-
-    def changeable(self, note: dict[Any, Any]) -> Iterable[Any]:
-        return ()
-
-    def inside(self, note: dict[Any, Any]) -> Sequence[tuple[object, Any]]:
-        return ()
-
-
-class _Slots(_Holder):
-    def __init__(self, name: str, value: Any) -> None:
-        self._slots = Slots(value)
-        super().__init__(name, value)
-
-    def read(self) -> dict[str, Any]:
-        return self._slots.read()
-
-    def write(self, note: dict[str, Any]) -> None:
-        self._slots.write(note)
-
-    def changeable(self, note: dict[str, Any]) -> Iterable[Any]:
-        return [each for each in note.values() if type(each) not in _IS_ATOM]
-
-    def inside(self, note: dict[str, Any]) -> Sequence[tuple[object, Any]]:
-        return _looked_into(note.items())
-
-
-class _Fixed(_Holder):
-    """What cannot change itself, but holds what can."""
-
-    def inside(self, note: Any) -> Sequence[tuple[object, Any]]:
-        match note:
-            case partial():
-                return [("func", note.func), ("args", note.args), ("keywords", note.keywords)]
-            case MethodType():
-                return [("", note.__self__)]
-            case _:
-                return _looked_into(enumerate(note))
-
-
-def _looked_into(entries: Iterable[tuple[object, Any]]) -> Sequence[tuple[object, Any]]:
-    found = [(name, value) for name, value in entries if type(value) not in _IS_ATOM]
-    return found if len(found) <= _MOST_INSIDE else ()
-
-
-# --- Numbers and generators. ---
-
-
-class _Tensor(_Holder):
-    def read(self) -> tuple[int, Tensor | bytes | None]:
-        value: Tensor = self.value
-        # Those of inference mode have no versions.
-        if value.is_inference() or not is_plain(value):
-            return -1, None
-        if value.nbytes > _SMALL_BYTES:
-            return value._version, None
-        before: tuple[int, Tensor | bytes | None] | None = vars(self).get("note")
-        if before is not None and before[0] == value._version and isinstance(before[1], Tensor):
-            return before
-        # Bytes show a write past the versions too.
-        return value._version, bytes_of(value, _SMALL_BYTES) or value.detach().clone()
-
-    def is_lost(self, note: tuple[int, Tensor | bytes | None]) -> bool:
-        return note[1] is None and note[0] >= 0 and self.value._version != note[0]
-
-    def write(self, note: tuple[int, Tensor | bytes | None]) -> None:
-        version, copy = note
-        value: Tensor = self.value
-        if copy is None:
-            return
-        # A write would be seen as one by those who look at versions.
-        if isinstance(copy, bytes):
-            if bytes_of(value, _SMALL_BYTES) == copy:
-                return
-            copy = torch.frombuffer(bytearray(copy), dtype=value.dtype).view(value.shape)
-        elif value._version == version:
-            return
-        with torch.no_grad():
-            value.copy_(copy)
-
-
-class _Array(_Holder):
-    """Of numpy."""
-
-    def read(self) -> Any:
-        if self.value.nbytes <= _SMALL_BYTES:
-            return self.value.copy()
-        # Its values are hashed once. Whether it has changed since then is asked where memory has run out.
-        return _hash_of(self.value) if not hasattr(self, "note") else self.note
-
-    def is_lost(self, note: Any) -> bool:
-        return not isinstance(note, np.ndarray) and _hash_of(self.value) != note
+    def inside(self) -> Sequence[tuple[Any, Any]]:
+        if not self._changeable:
+            return ()
+        named = self.note.items() if type(self.note) is dict else enumerate(self.note)
+        found = [(name, value) for name, value in named if type(value) not in _IS_ATOM and name not in _DATA]
+        return found if len(found) <= _MOST_INSIDE else ()
 
     def write(self, note: Any) -> None:
-        if isinstance(note, np.ndarray):
-            self.value[...] = note
+        self._kind.write(self.value, note)
+
+    def is_lost(self, note: Any) -> bool:
+        return self._kind.is_lost(self.value, note)
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """A tensor at one moment. Without a `copy` it is only known whether it has been written to."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | bytes | None = None
+
+    @property
+    def is_written(self) -> bool:
+        return self.tensor._version != self.version
+
+    @property
+    def is_lost(self) -> bool:
+        return self.copy is None and self.is_written
+
+    @property
+    def has_other_values(self) -> bool:
+        if self.copy is None:
+            return self.is_written
+        if isinstance(self.copy, bytes):
+            return bytes_of(self.tensor, _SMALL_BYTES) != self.copy
+        return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
+
+    def restore(self) -> None:
+        # Those who look at versions, as later micro-batches that have no copy, would take a write for a forward's.
+        if self.copy is None or not self.has_other_values:
+            return
+        copy = self.copy
+        if isinstance(copy, bytes):
+            copy = torch.frombuffer(bytearray(copy), dtype=self.tensor.dtype).view(self.tensor.shape)
+        with torch.no_grad():
+            self.tensor.copy_(copy)
+        self.version = self.tensor._version
+
+
+def _read_tensor(tensor: Tensor, last: SavedTensor | None) -> SavedTensor | None:
+    # Those of inference mode have no versions.
+    if tensor.is_inference() or not is_plain(tensor):
+        return None
+    copy: Tensor | bytes | None = None
+    if tensor.nbytes <= _SMALL_BYTES:
+        # Bytes show a write past the versions too.
+        copy = bytes_of(tensor, _SMALL_BYTES)
+        if copy is None:
+            is_known = last is not None and last.version == tensor._version
+            copy = last.copy if last is not None and is_known else tensor.detach().clone()
+    return SavedTensor(tensor, tensor._version, copy)
+
+
+def _put_entries_back(entries: dict[Any, Any], found: dict[Any, Any]) -> None:
+    now, then = (list(map(id, chain(each, each.values()))) for each in (entries, found))
+    if now != then:
+        # Not by methods of a subclass, such as a Counter's, which adds; an OrderedDict keeps more than a dict does.
+        methods: Any = OrderedDict if isinstance(entries, OrderedDict) else dict
+        methods.clear(entries)
+        methods.update(entries, found)
+
+
+def _put_items_back(items: Any, found: list[Any]) -> None:
+    items.clear()
+    (items.update if isinstance(items, set) else items.extend)(found)
+
+
+def _put_settings_back(attributes: dict[str, Any], found: dict[str, Any]) -> None:
+    for name in [name for name, value in attributes.items() if name not in found and type(value) in _IS_ATOM]:
+        del attributes[name]
+    attributes.update((name, value) for name, value in found.items() if type(value) in _IS_ATOM)
+
+
+def _parts_of(value: Any, last: object) -> Any:
+    match value:
+        case partial():
+            return {"func": value.func, "args": value.args, "keywords": value.keywords}
+        case MethodType():
+            return {"": value.__self__}
+        case _:
+            return list(value)
 
 
 def _hash_of(values: Any) -> int:
     return hash(values.tobytes())
 
 
-class _TorchGenerator(_Holder):
-    def read(self) -> Tensor:
-        state: Tensor = self.value.get_state()
-        return state
-
-    def write(self, note: Tensor) -> None:
-        self.value.set_state(note)
-
-
-class _PythonRandom(_Holder):
-    def read(self) -> Any:
-        return self.value.getstate()
-
-    def write(self, note: Any) -> None:
-        self.value.setstate(note)
-
-
-class _NumpyRandom(_Holder):
-    """A generator of numpy's, of the old kind or the new one, or what is below it."""
-
-    def read(self) -> Any:
-        if isinstance(self.value, np.random.RandomState):
-            return self.value.get_state(legacy=False)
-        return self._bits().state
-
-    def write(self, note: Any) -> None:
-        if isinstance(self.value, np.random.RandomState):
-            self.value.set_state(note)
-        else:
-            self._bits().state = note
-
-    def _bits(self) -> Any:
-        return getattr(self.value, "bit_generator", self.value)
-
-
-class _Unknown(_Holder):
-    """What cannot be brought back, and may have changed."""
-
-
-_KINDS: tuple[tuple[Any, type[_Holder]], ...] = (
-    (Tensor, _Tensor),
-    (dict, _Dict),
-    ((list, deque, set, bytearray), _Items),
-    ((tuple, frozenset, partial, MethodType), _Fixed),
-    (torch.Generator, _TorchGenerator),
-    # It has no state.
-    (random.SystemRandom, _Holder),
-    (random.Random, _PythonRandom),
-    ((np.random.Generator, np.random.RandomState, np.random.BitGenerator), _NumpyRandom),
-    (np.ndarray, _Array),
-    (array, _Numbers),
+_DICT = _Kind(lambda value, last: dict(value), _put_entries_back, is_open=True)
+_ATTRIBUTES = _DICT._replace(of=vars)
+# Numbers and words that are attributes of an object of a library.
+_SETTINGS = _Kind(lambda value, last: dict(value), _put_settings_back, of=vars)
+_SLOTS = _Kind(lambda value, last: value.read(), Slots.write, is_open=True, of=Slots)
+_ITEMS = _Kind(lambda value, last: list(value), _put_items_back, is_open=True)
+# A list whose entries stay as they are.
+_ROW = _ITEMS._replace(is_open=False)
+_NUMBERS = _Kind(lambda value, last: value[:], lambda value, note: value.__setitem__(slice(None), note))
+_LENGTH = _Kind(
+    lambda value, last: len(value),
+    # A list that has grown is cut.
+    lambda value, note: value.__delitem__(slice(note, None)) if isinstance(value, list) else None,
+    is_lost=lambda value, note: len(value) < note if isinstance(value, list) else len(value) != note,
 )
+# It cannot change itself, but hold what can.
+_FIXED = _Kind(_parts_of, lambda value, note: None, is_open=True)
+_TENSOR = _Kind(
+    _read_tensor,
+    lambda value, note: note and note.restore(),
+    is_lost=lambda value, note: note is not None and note.is_lost,
+)
+_ARRAY = _Kind(
+    # The values of a large one are hashed once. Whether it has changed since is asked where memory has run out.
+    lambda value, last: value.copy() if value.nbytes <= _SMALL_BYTES else _hash_of(value) if last is None else last,
+    lambda value, note: value.__setitem__(..., note) if isinstance(note, np.ndarray) else None,
+    is_lost=lambda value, note: not isinstance(note, np.ndarray) and _hash_of(value) != note,
+)
+_TORCH_GENERATOR = _Kind(lambda value, last: value.get_state(), lambda value, note: value.set_state(note))
+_PYTHON_RANDOM = _Kind(lambda value, last: value.getstate(), lambda value, note: value.setstate(note))
+_OLD_NUMPY_RANDOM = _Kind(lambda value, last: value.get_state(legacy=False), lambda value, note: value.set_state(note))
+_NUMPY_RANDOM = _Kind(
+    lambda bits, last: bits.state,
+    lambda bits, note: setattr(bits, "state", note),
+    of=lambda value: getattr(value, "bit_generator", value),
+)
+_KINDS: tuple[tuple[Any, _Kind | None], ...] = (
+    (Tensor, _TENSOR),
+    (dict, _DICT),
+    ((list, deque, set, bytearray), _ITEMS),
+    ((tuple, frozenset, partial, MethodType), _FIXED),
+    (torch.Generator, _TORCH_GENERATOR),
+    # It has no state.
+    (random.SystemRandom, None),
+    (random.Random, _PYTHON_RANDOM),
+    (np.random.RandomState, _OLD_NUMPY_RANDOM),
+    ((np.random.Generator, np.random.BitGenerator), _NUMPY_RANDOM),
+    (np.ndarray, _ARRAY),
+    (array, _NUMBERS),
+)
+
+
+def _kinds_of(value: object) -> tuple[_Kind, ...] | None:
+    """Return what of the values of a class may change: nothing of one that is left alone. None: it cannot be told."""
+    cls = type(value)
+    # What is written to files is not undone. Arrays in files are data.
+    if isinstance(value, (*_ATOMS, ModuleType, io.IOBase, np.memmap)):
+        return ()
+    kind = next((kind for base, kind in _KINDS if isinstance(value, base)), None)
+    if kind is None and hasattr(cls, "__next__"):
+        # An iterator does not tell where it stands, and does not go back.
+        return None
+    found = () if kind is None else (kind,)
+    packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
+    if packages & _OPAQUE or kind is _FIXED:
+        # A mode or a hook that is derived from torch's watches the step from outside.
+        own = packages - {"torch"} | {cls.__module__.partition(".")[0]}
+        return (_SETTINGS,) if not found and own & _WITH_SETTINGS and hasattr(value, "__dict__") else found
+    slots = (_SLOTS,) if slot_names(cls) else ()
+    return (*found, *slots, _ATTRIBUTES) if hasattr(value, "__dict__") else (*found, *slots)
 
 
 # --- Modules. ---
 
+# In place of a tensor that is not brought back.
+_LEFT = object()
 
-class _ModuleTree:
-    """Modules with all those inside, and what is an attribute of theirs."""
+
+class _Modules:
+    """Modules with all those inside: which there are, and their attributes but for `_STANDARD`, a plan's and functions.
+
+    One object for all of them, as there may be thousands: in each step their attributes are read by getters, those of
+    modules with the same names together, and little of it runs in Python.
+    """
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
-        self._roots = list(roots)
+        self._roots = [root for _, root in roots]
         named: dict[nn.Module, str] = {}
         for name, root in roots:
             for path, module in root.named_modules():
                 named.setdefault(module, f"{name}.{path}".strip("."))
         self.modules = list(named)
-        own = [each._modules for each in self.modules if _package(each) not in _OF_MANY]
-        of_many = [each._modules for each in self.modules if each._modules and _package(each) in _OF_MANY]
-        self._lists = [*own, *of_many]
+        self._holders = [each._modules for each in named if each._modules or _package(each) not in _OF_MANY]
+        self._num_children = list(map(len, self._holders))
         self._children = self._children_now()
-        # Of many, every so many-th: adapters come and go in all layers.
-        turns = ([*own, *of_many[turn::_LOOKS]] for turn in range(_LOOKS))
-        self._turns = [(lists, list(map(len, lists))) for lists in turns]
         self._num_looks = 0
-        self.attributes = _OfModules("modules", named)
+        # What wraps a model holds an engine.
+        owned = [(path, each) for each, path in named.items() if not isinstance(each, DistributedDataParallel)]
+        self._all = [(path, vars(each), len(vars(each)), vars(each).keys() - _STANDARD) for path, each in owned]
+        self._watched = [vars(each) for _, each in owned if _package(each) not in _OF_MANY]
+        self._num_watched = list(map(len, self._watched))
+        self._is_stale = False
+        alike: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
+        for path, each in owned:
+            if own := _own_names(vars(each), vars(each), _package(each)):
+                # A getter of one name would return no tuple.
+                alike.setdefault(tuple(own if len(own) > 1 else own * 2), []).append((path, vars(each)))
+        self._getters = [itemgetter(*names) for names in alike]
+        self._places = [[attributes for _, attributes in each] for each in alike.values()]
+        self._names = [(*place, name) for names, each in alike.items() for place in each for name in names]
+        self.note = self._read()
+        self._changeable = self._changeable_now()
 
-    def is_of(self, roots: Sequence[tuple[str, nn.Module]]) -> bool:
-        return (
-            self.is_current()
-            and len(roots) == len(self._roots)
-            and all(one[1] is other[1] for one, other in zip(roots, self._roots, strict=True))
-        )
-
-    def is_current(self) -> bool:
-        """Whether the same modules are there, with attributes of the same names."""
-        is_known = self.attributes.has_same_names() and not self.attributes.lost_names()
-        return is_known and self.has_same_children()
+    def is_of(self, roots: Sequence[nn.Module]) -> bool:
+        is_same = len(roots) == len(self._roots) and all(map(is_, roots, self._roots))
+        return is_same and self._has_same_names() and self._is_current()
 
     def looks_current(self) -> bool:
         """Whether as many modules are there; now and then, whether the same."""
         self._num_looks += 1
         # Most of what modules get later they get in the first step.
         if self._num_looks <= 2 or self._num_looks % _LOOKS == 0:
-            return self.is_current()
-        lists, sizes = self._turns[self._num_looks % _LOOKS]
-        return list(map(len, lists)) == sizes
+            return self._is_current()
+        return list(map(len, self._holders)) == self._num_children
+
+    def _is_current(self) -> bool:
+        return not self.names_of_new() and self.has_same_children()
 
     def has_same_children(self) -> bool:
         return self._children_now() == self._children
 
     def _children_now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._lists)))
+        return list(chain.from_iterable(map(dict.values, self._holders)))
 
+    def _has_same_names(self) -> bool:
+        # But for modules of which there are many.
+        return not self._is_stale and list(map(len, self._watched)) == self._num_watched
 
-_LEFT = object()
-"""In place of a tensor that is not brought back."""
-
-
-class _OfModules(_Holder):
-    """The attributes of modules that are not torch's own, nor of a plan, nor functions: one holder for all of them."""
-
-    def __init__(self, name: str, modules: dict[nn.Module, str]) -> None:
-        self._standard = frozenset((*vars(nn.Module()), *_FIXED, "gradient_checkpointing"))
-        # What wraps a model holds an engine.
-        found = {module: path for module, path in modules.items() if not isinstance(module, DistributedDataParallel)}
-        self._all = [
-            (path, vars(module), len(vars(module)), frozenset(vars(module)) - self._standard)
-            for module, path in found.items()
-        ]
-        watched = [vars(module) for module in found if _package(module) not in _OF_MANY]
-        self._watched, self._sizes = watched, list(map(len, watched))
-        self._is_stale = False
-        # Modules with the same names are read together.
-        alike: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
-        for module, path in found.items():
-            if own := self._own(vars(module), list(vars(module)), _package(module)):
-                # A getter of one name would return no tuple.
-                names = tuple(own) if len(own) > 1 else (*own, *own)
-                alike.setdefault(names, []).append((path, vars(module)))
-        self._getters = [itemgetter(*names) for names in alike]
-        self._places = [[attributes for _, attributes in each] for each in alike.values()]
-        self._names = [
-            (path, attributes, name) for names, each in alike.items() for path, attributes in each for name in names
-        ]
-        super().__init__(name, None)
-
-    def _own(self, attributes: dict[str, Any], names: list[str], library: str = "") -> list[str]:
-        return [
-            name
-            for name in names
-            if name not in self._standard
-            and not name.startswith(_OF_A_PLAN)
-            and not isinstance(attributes[name], FunctionType | MethodType | partial)
-            and (library != "peft" or name not in CONSTANT_IN_RUN)
-        ]
-
-    def has_same_names(self) -> bool:
-        """Whether no module has got or lost an attribute, but for those of which there are many."""
-        return not self._is_stale and list(map(len, self._watched)) == self._sizes
-
-    def lost_names(self) -> list[str]:
+    def names_of_new(self) -> list[str]:
         """Name the attributes of which nobody knows whether they came in the step or before it."""
         watched = set(map(id, self._watched))
         return [
             f"{path}.{name}"
             for path, attributes, size, known in self._all
             if len(attributes) != size and id(attributes) not in watched
-            for name in self._own(attributes, list(attributes.keys() - known))
+            for name in _own_names(attributes, attributes.keys() - known)
         ]
 
-    def read(self) -> list[Any]:
+    def _read(self) -> list[Any]:
         try:
             return list(chain.from_iterable(chain.from_iterable(map(map, self._getters, self._places))))
         except KeyError:
@@ -623,35 +486,41 @@ class _OfModules(_Holder):
             self._is_stale = True
             return []
 
-    def changeable(self, note: list[Any]) -> Iterable[Any]:
-        return [each for each in note if type(each) not in _IS_ATOM]
-
     def looks_other(self) -> bool:
-        before, self.note = self.note, self.read()
-        if self._is_stale or not self.has_same_names():
+        before, self.note = self.note, self._read()
+        if not self._has_same_names():
             return True
         # Far from all of them are looked at one by one.
         if all(map(is_, self.note, before)):
             return False
-        then, self._changeable = self._changeable, list(self.changeable(self.note))
+        then, self._changeable = self._changeable, self._changeable_now()
         return len(then) != len(self._changeable) or not all(map(is_, then, self._changeable))
 
-    def inside(self, note: list[Any]) -> Sequence[tuple[str, Any]]:
-        found = [(*place, value) for place, value in zip(self._names, note, strict=True) if type(value) not in _IS_ATOM]
-        return [(f"{path}.{name}".strip("."), value) for path, _, name, value in found]
+    def _changeable_now(self) -> list[Any]:
+        return [each for each in self.note if type(each) not in _IS_ATOM]
 
-    def without_large_tensors(self, note: list[Any]) -> list[Any]:
-        if not any(map(_is_large, self._changeable)):
-            return note
-        return [_LEFT if _is_large(value) else value for value in note]
+    def inside(self) -> list[tuple[str, Any]]:
+        named = zip(self._names, self.note, strict=True)
+        return [(f"{path}.{name}".strip("."), value) for (path, _, name), value in named if type(value) not in _IS_ATOM]
 
     def write(self, note: list[Any]) -> None:
         for _, attributes, _, known in self._all:
-            for name in self._own(attributes, list(attributes.keys() - known)):
+            for name in _own_names(attributes, attributes.keys() - known):
                 del attributes[name]
         for (_, attributes, name), value in zip(self._names, note, strict=True):
             if value is not _LEFT:
                 attributes[name] = value
+
+
+def _own_names(attributes: dict[str, Any], names: Iterable[str], package: str = "") -> list[str]:
+    return [
+        name
+        for name in names
+        if name not in _STANDARD
+        and not name.startswith(_OF_A_PLAN)
+        and not isinstance(attributes[name], FunctionType | MethodType | partial)
+        and (package != "peft" or name not in CONSTANT_IN_RUN)
+    ]
 
 
 def _package(module: nn.Module) -> str:
@@ -662,40 +531,40 @@ def _is_large(value: Any) -> bool:
     return isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES
 
 
-class _SmallContainers(_Holder):
+class _SmallContainers:
     """Dictionaries, lists and sets of numbers and the like that modules have: there may be thousands in a model."""
 
-    def __init__(self, name: str, value: Sequence[tuple[str, Any]]) -> None:
-        self._dicts = [each for _, each in value if type(each) is dict]
-        self._lists = [each for _, each in value if type(each) is list]
-        self._sets = [each for _, each in value if type(each) is set]
-        super().__init__(name, value)
+    name = "modules"
+    value = None
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._all: list[list[Any]] = [[each for each in values if type(each) is kind] for kind in (dict, list, set)]
+        self.note = self._read()
 
     @staticmethod
     def takes(value: Any) -> bool:
-        """Whether a value is one of them."""
         if type(value) is dict:
             value = value.values()
         elif type(value) not in (list, set):
             return False
         return len(value) < _LONG and _IS_ATOM.issuperset(map(type, value))
 
-    def read(self) -> tuple[list[dict[Any, Any]], list[list[Any]], list[set[Any]]]:
-        return list(map(dict.copy, self._dicts)), list(map(list.copy, self._lists)), list(map(set.copy, self._sets))
+    def _read(self) -> list[list[Any]]:
+        return [[each.copy() for each in alike] for alike in self._all]
 
     def looks_other(self) -> bool:
         # Numbers are rarely others than before, and to compare costs less than to copy.
-        if (self._dicts, self._lists, self._sets) == self.note:
+        if self._all == self.note:
             return False
-        self.note = self.read()
-        dicts, lists, sets = self.note
-        values = chain.from_iterable(chain(map(dict.values, dicts), lists, sets))
+        self.note = self._read()
+        dicts, *others = self.note
+        values = chain.from_iterable(chain(map(dict.values, dicts), *others))
         return not _IS_ATOM.issuperset(map(type, values))
 
-    def write(self, note: tuple[list[dict[Any, Any]], list[list[Any]], list[set[Any]]]) -> None:
-        held: Iterable[Any] = chain(self._dicts, self._sets)
-        for entries, noted in zip(held, chain(note[0], note[2]), strict=True):
-            entries.clear()
-            entries.update(noted)
-        for items, items_noted in zip(self._lists, note[1], strict=True):
-            items[:] = items_noted
+    def write(self, note: list[list[Any]]) -> None:
+        for container, noted in zip(chain(*self._all), chain(*note), strict=True):
+            container.clear()
+            (container.extend if type(container) is list else container.update)(noted)
+
+    def is_lost(self, note: object) -> bool:
+        return False

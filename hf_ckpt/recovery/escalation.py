@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -22,20 +22,17 @@ from hf_ckpt.recovery.out_of_memory import Failure, Part, allocated_bytes, attem
 from hf_ckpt.upstream.torch import hidden_from_modes
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
+    from hf_ckpt.trainer.batch import Batch
 
 logger = logging.getLogger(__name__)
 
+# Of what a plan is predicted to need, that a leaner one is to do without: where nothing says how much, and bounds.
 _USUAL_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.1, 0.02, 0.5
-"""Of what a plan is predicted to need, that a leaner one is to do without: where nothing says how much, and bounds."""
 _MARGIN = 1.1
+# Of one step. What was missing when memory ran out is the least that was, and each rerun costs a step: so each gives up
+# twice the share of the one before it, and the last one all that can be given up.
 MOST_RERUNS = 4
-"""Of one step. What was missing when memory ran out is the least that was, and each rerun costs a step: so each gives
-up twice the share of the one before it, and the last one all that can be given up."""
-
-NextRung = Callable[[Plan, Failure, int], Rung | None]
-"""Returns the rung after a plan that failed, for a rerun of the step with this number, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,50 +40,48 @@ class Failed:
     """A run of a batch that ended for want of memory."""
 
     failure: Failure
+    # From 1.
     step: int
-    """Its number, from 1."""
     size: Size
-    """Of the batch."""
+    # Their shapes.
     inputs: str
-    """Their shapes."""
+    # What the model was given, where the planner has seen it.
     batch: Batch | None = None
-    """What the model was given, where the planner has seen it."""
+    # Says which examples they are; asked only where the run ends.
     examples: Callable[[], str] = str
-    """Says which examples they are; asked only where the run ends."""
 
 
+@dataclass(eq=False)
 class Escalation:
     """Puts leaner plans in force.
 
-    Args:
-        ladder: what plans there are.
-        next_rung: makes the next one.
-        put_in_force: gets the plan that is to replace the one in force.
-
     Attributes:
+        ladder: what plans there are.
         num_recovered: steps that went on after they had run out of memory.
         num_switches: how often another plan was put in force.
     """
 
-    def __init__(self, ladder: Ladder, next_rung: NextRung, put_in_force: Callable[[Rung], None]) -> None:
-        self.ladder = ladder
-        self.num_recovered = 0
-        self.num_switches = 0
-        self._next_rung = next_rung
-        self._put_in_force = put_in_force
-        self._oldest = threading.local()
+    ladder: Ladder
+    # Returns the rung after a plan that failed, for a rerun of the step with this number, from 1.
+    _next_rung: Callable[[Plan, Failure, int], Rung | None]
+    _put_in_force: Callable[[Rung], None]
+    num_recovered: int = 0
+    num_switches: int = 0
+    _num_reruns: int = 0
+    _oldest: threading.local = field(default_factory=threading.local)
+
+    def __post_init__(self) -> None:
         self.begin_step()
 
     def begin_step(self) -> None:
         """A step begins in this thread."""
         self._num_reruns = 0
-        # Older than the graph of the step; see `_drop_failed_backward`. Each thread counts its nodes for itself.
+        # Older than the graph of the step; see `attempt`. Each thread counts its nodes for itself.
         if not hasattr(self._oldest, "node"):
             with torch.enable_grad(), hidden_from_modes():
                 self._oldest.node = torch.zeros((), requires_grad=True) * 1
 
     def stand_on(self, level: int) -> None:
-        """Put a rung in force that is known."""
         if level != self.ladder.level:
             self.ladder.level = level
             self.num_switches += 1
@@ -96,7 +91,10 @@ class Escalation:
         """Return what a function returns, or, where memory ran out in it, the failure; its graph is dropped too."""
         returned, failure = attempt(function)
         if failure is not None:
-            self._drop_failed_backward()
+            # A failed backward has left nodes in autograd's queue of this thread, and they hold their graph. The
+            # youngest node is run first: a backward of one that is older than all of them finds and drops them.
+            with torch.enable_grad(), hidden_from_modes():
+                self._oldest.node.backward(retain_graph=True)
         return returned, failure
 
     def recover(
@@ -104,10 +102,7 @@ class Escalation:
     ) -> Any:
         """Run a step again until it passes, and return what it returns then.
 
-        Args:
-            failed: the step.
-            fault: returns why it cannot be undone; None if it can.
-            run_again: undoes it and runs it.
+        `fault` returns why it cannot be undone, or None; `run_again` undoes it and runs it.
 
         Raises:
             OutOfMemoryError: there is no leaner plan, or the step cannot be undone.
@@ -120,63 +115,51 @@ class Escalation:
             if (why := fault()) is not None:
                 self._give_up(last, f"The step cannot be undone: {why}.")
             self._num_reruns += 1
-            if last.failure.figures.is_fragmented and not is_retried and self._num_reruns < MOST_RERUNS:
+            failure = last.failure
+            release_memory()
+            if failure.figures.is_fragmented and not is_retried and self._num_reruns < MOST_RERUNS:
                 is_retried = True
-                self._retry_with_same_plan(last)
+                logger.warning(
+                    "Out of memory in the %s of step %d, in pieces: %s The allocator's cache is emptied, and the step "
+                    "runs again under the same plan.",
+                    *(failure.part, last.step, failure.figures.describe()),
+                )
+                # What the failed run has left in the regions is gone with the old patches.
+                self._put_in_force(self.ladder.rung)
             else:
                 self._escalate(last)
             returned, last = run_again()
         self.num_recovered += 1
         return returned
 
-    def _drop_failed_backward(self) -> None:
-        """Let go of the nodes that a failed backward has left in autograd's queue of this thread, and their graph.
-
-        The youngest node is run first: a backward of one that is older than all of them finds and drops them.
-        """
-        with torch.enable_grad(), hidden_from_modes():
-            self._oldest.node.backward(retain_graph=True)
-
-    def _retry_with_same_plan(self, failed: Failed) -> None:
-        logger.warning(
-            "Out of memory in the %s of step %d, in pieces: %s The allocator's cache is emptied, and the step runs "
-            "again under the same plan.",
-            *(failed.failure.part, failed.step, failed.failure.figures.describe()),
-        )
-        release_memory()
-        # What the failed run has left in the regions is gone with the old patches.
-        self._put_in_force(self.ladder.rung)
-
     def _escalate(self, failed: Failed) -> None:
-        release_memory()
-        before = self.ladder.rung.plan
-        rerun = self._num_reruns
+        failure, rerun, before = failed.failure, self._num_reruns, self.ladder.rung.plan
         # A later micro-batch of the step may stand on a rung that another one has skipped: the leanest is the last.
         if not self.ladder.fail(
             failed.size,
-            lambda plan: self._next_rung(plan, failed.failure, rerun),
+            lambda plan: self._next_rung(plan, failure, rerun),
             to_leanest=rerun >= MOST_RERUNS,
             # What the host had no room for says nothing about the device.
-            batch=None if failed.failure.is_of_host else failed.batch,
-            of_step=share_of_step(failed.failure),
-            of_batch=share_of_batch(failed.failure, allocated_bytes()),
+            batch=None if failure.is_of_host else failed.batch,
+            of_step=share_of_step(failure),
+            of_batch=share_of_batch(failure, allocated_bytes()),
         ):
             self._give_up(failed, "There is no leaner plan.")
-        self._put_in_force(self.ladder.rung)
+        rung = self.ladder.rung
+        self._put_in_force(rung)
         self.num_switches += 1
-        self._say(failed, self.ladder.rung, before)
-
-    def _say(self, failed: Failed, rung: Rung, before: Plan) -> None:
+        were, are = (
+            [layer.recomputes for stack in plan.stacks for layer in stack.layers] for plan in (before, rung.plan)
+        )
         inexact = (
-            ""
-            if rung.is_exact
-            else " Sums are added in another order from here on: results differ by up to 1e-6 in float32. exact=True "
+            " Sums are added in another order from here on: results differ by up to 1e-6 in float32. exact=True "
             "forbids it."
         )
         logger.warning(
-            "Out of memory in the %s of step %d (%s). %s The step runs again: %s (%s).%s",
-            *(failed.failure.part, failed.step, failed.inputs, failed.failure.figures.describe()),
-            *(rung.change, _cost(before, rung.plan), inexact),
+            "Out of memory in the %s of step %d (%s). %s The step runs again: %s (%d of %d layers recomputed, %d "
+            "before).%s",
+            *(failure.part, failed.step, failed.inputs, failure.figures.describe()),
+            *(rung.change, sum(are), len(are), sum(were), "" if rung.is_exact else inexact),
         )
 
     def _give_up(self, failed: Failed, why: str) -> NoReturn:
@@ -203,7 +186,7 @@ def rung_after(
 ) -> Rung | None:
     """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes.
 
-    `rerun`: see `NextRung`; the last one gets the leanest plan of the modes.
+    The last `rerun` of a step gets the leanest plan of the modes.
     """
     if rerun >= MOST_RERUNS:
         return leanest_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host)
@@ -233,13 +216,11 @@ def share_of_step(failure: Failure) -> float:
 
 
 def share_of_batch(failure: Failure, held: int | None) -> float:
-    """Return the share of what a step needed for its batch that was missing; 0 where that is not known.
-
-    `held`: see `share_of_layers`. What it needed besides that is taken to grow with the batch, or faster.
-    """
+    """Return the share of what a step needed for its batch that was missing; 0 where that is not known."""
     figures = failure.figures
     if held is None or figures.missing_bytes is None or figures.allocated is None or figures.wanted is None:
         return 0.0
+    # What it needed besides what is held is taken to grow with the batch, or faster.
     of_batch = figures.allocated + figures.wanted - held
     return min(1.0, figures.missing_bytes / of_batch) if of_batch > 0 else 0.0
 
@@ -247,22 +228,13 @@ def share_of_batch(failure: Failure, held: int | None) -> float:
 def share_of_layers(failure: Failure, held: int | None) -> float | None:
     """Return the share of the layers that need not keep their activations for the missing bytes to be there.
 
-    Every layer is taken to keep as much as the others. None where that is not known: the allocator gave no figures, or
-    the forward was not through, so that nobody can say what it would have kept.
-
-    Args:
-        failure: of a step.
-        held: bytes of the device that are held once the failed run has been let go of.
+    None where that is not known. `held` are bytes of the device that are held once the failed run has been let go of.
     """
     figures = failure.figures
     if held is None or figures.allocated is None or figures.missing_bytes is None:
         return None
+    # Every layer is taken to keep as much as the others. Before the forward is through nobody can say how much.
     kept = figures.allocated - held
     if failure.part not in (Part.BACKWARD, Part.RECOMPUTATION) or kept <= 0:
         return None
     return min(1.0, _MARGIN * figures.missing_bytes / kept)
-
-
-def _cost(before: Plan, after: Plan) -> str:
-    were, are = ([layer.recomputes for stack in plan.stacks for layer in stack.layers] for plan in (before, after))
-    return f"{sum(are)} of {len(are)} layers recomputed, {sum(were)} before"

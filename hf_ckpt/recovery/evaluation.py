@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hf_ckpt.auto.largest_batch_in_data import without_adapter
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import (
     TrainerCall,
@@ -134,7 +134,7 @@ class EvaluationRecovery:
         inputs = call.inputs
         rows = _common_rows(inputs)
         if rows is None or rows < 2:
-            why = "It is one row." if rows == 1 else "Its inputs cannot be split: they have no common number of rows."
+            why = "It is one sequence." if rows == 1 else "Its inputs cannot be split: they have no common batch size."
             self._give_up(failure, inputs, why)
         self._say(inputs, failure)
         found, weights = [], []
@@ -176,7 +176,7 @@ class EvaluationRecovery:
     def _give_up(self, failure: Failure, inputs: Any, why: str) -> NoReturn:
         raise OutOfMemoryError(
             f"Out of memory in the evaluation of {describe_inputs(inputs)}. {failure.figures.describe()} {why} "
-            "Evaluate shorter rows, or set eval_accumulation_steps, which moves predictions to the host."
+            "Evaluate shorter sequences, or set eval_accumulation_steps, which moves predictions to the host."
         ) from failure.error
 
 
@@ -188,7 +188,7 @@ def _common_rows(inputs: Any) -> int | None:
 
 def _rows(inputs: Mapping[str, Any], rows: int, start: int, stop: int) -> Any:
     part = copy.copy(inputs)
-    assert isinstance(part, MutableMapping), "a batch of which rows are known has names"
+    assert isinstance(part, MutableMapping), "a batch with known rows has names"
     for name, value in inputs.items():
         if isinstance(value, Tensor) or (isinstance(value, list | tuple) and len(value) == rows):
             part[name] = value[start:stop]
@@ -230,4 +230,4 @@ def _concatenated(parts: tuple[Any, ...]) -> Any:
         return type(first)(_concatenated(each) for each in zip(*parts, strict=True))
     if isinstance(first, Mapping):
         return {name: _concatenated(tuple(part[name] for part in parts)) for name in first}
-    raise ValueError(f"the model returns a {type(first).__name__}, of which rows are not known")
+    raise ValueError(f"the model returns a {type(first).__name__}, whose rows are not known")

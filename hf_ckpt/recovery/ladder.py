@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -16,25 +17,25 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.policy.options import HeadMode
-from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, with_entries
+from hf_ckpt.policy.plan import LayerPlan, Plan, with_entries
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial, resolve
 from hf_ckpt.policy.revolve import fewest_snapshots
-from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.layers import Stack
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.device_peak import DevicePeak
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
+    from hf_ckpt.trainer.batch import Batch
 
+# Layers are set to full in so many steps.
 _QUARTERS = 4
-"""Steps in which layers are set to full."""
 _NESTED = Policy.parse({"mode": "full", "segment_size": "sqrt", "nested": True})
+# So often a layer runs under the last of the exact rungs.
 _MOST_RUNS = 4
-"""Of a layer under the last of the exact rungs."""
+# Up to so many layers segments within segments keep no less than one input for each.
 _FEW_LAYERS = 4
-"""Layers up to which segments within segments keep no less than one input for each."""
 
 
 @dataclass(frozen=True)
@@ -58,39 +59,33 @@ class Size:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]]) -> Size:
-        """Return the size of a batch with these tensors."""
         return cls(tuple((name, each.numel(), each.numel() * max(each.shape, default=1)) for name, each in named))
 
     @property
     def total(self) -> tuple[int, ...]:
-        """What orders sizes among each other."""
         return tuple(map(sum, zip(*(numbers for _, *numbers in self.tensors), strict=True)))
 
     def is_within(self, other: Size, share: float = 0.0) -> bool:
         """Whether another batch has all these tensors, as large or larger: as large as they are without a share."""
-        return all(
-            (1 - share) * mine <= its for numbers in self._beside(other) for mine, its in zip(*numbers, strict=True)
-        )
+        return all((1 - share) * mine <= its for pair in self._beside(other) for mine, its in zip(*pair, strict=True))
 
     def is_below(self, other: Size, share: float) -> bool:
         """Whether another batch has all these tensors, none smaller, and more elements without a share of them."""
-        others = [each for each in self._beside(other) if each[0] != each[1]]
-        are_none_larger = all(mine <= its for numbers in others for mine, its in zip(*numbers, strict=True))
+        others = [(mine, its) for mine, its in self._beside(other) if mine != its]
+        are_none_larger = all(mine <= its for pair in others for mine, its in zip(*pair, strict=True))
         return are_none_larger and sum(mine[0] for mine, _ in others) < (1 - share) * sum(its[0] for _, its in others)
 
-    def _beside(self, other: Size) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
-        """Yield the numbers of each tensor and those of the other batch's; fewer than none of one that it has not."""
-        there = {name: (elements, pairs) for name, elements, pairs in other.tensors}
-        for name, elements, pairs in self.tensors:
-            yield (elements, pairs), there.get(name, (-1, -1))
+    def _beside(self, other: Size) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        there = {name: numbers for name, *numbers in other.tensors}
+        for name, *numbers in self.tensors:
+            # Fewer than none of a tensor that the other one has not.
+            yield numbers, there.get(name, (-1, -1))
 
 
 class Room:
     """What there is for a step of one run: by what failed, by the budget, and by what was measured.
 
-    Args:
-        planning: of policy `auto`; None predicts nothing.
-        peak: of the device.
+    Without `planning`, the planner of policy `auto`, nothing is predicted.
     """
 
     def __init__(self, planning: RunPlanner | None, peak: DevicePeak) -> None:
@@ -119,9 +114,8 @@ class Room:
     def bytes(self, failed_bytes: int | None, ran: Collection[tuple[Plan, Batch | None]]) -> int | None:
         """Return the bytes that torch may be predicted to reserve for a step; None where nothing is predicted.
 
-        Args:
-            failed_bytes: predicted need of a step that failed, less what was missing.
-            ran: largest batches since `begin_window`, and under which plans.
+        `failed_bytes` is the predicted need of a step that failed, less what was missing; `ran` are the largest batches
+        since `begin_window`, and under which plans.
         """
         if self._planning is None:
             return None
@@ -137,26 +131,16 @@ class Room:
         return min(found)
 
     def _measures(self, plans: Iterable[Plan]) -> bool:
-        """Whether the device's count is for us to begin anew: an offload that measures itself reads it too."""
-        return self._planning is not None and not any(
-            entry.offload is not None for plan in plans for stack in plan.stacks for entry in stack.layers
-        )
+        # An offload that measures itself reads the device's count too, which is not for us to begin anew then.
+        offloads = (entry.offload is not None for plan in plans for entry in _entries(plan))
+        return self._planning is not None and not any(offloads)
 
 
 class Ladder:
-    """The rungs of one run, and on which it stands.
+    """The rungs of one run that were needed so far, and the `level` of the one on which it stands.
 
     After each so many steps without trouble a faster plan returns for batches up to the largest of these steps' that
     it would have had room for. Where nothing is predicted that is: for all that are smaller than what it failed for.
-
-    Args:
-        plan: that the run begins with.
-        quiet_steps: the number of these steps.
-        room: says what a step needs and what there is.
-
-    Attributes:
-        level: the number of the rung in force.
-        rungs: those that were needed so far.
     """
 
     def __init__(self, plan: Plan, quiet_steps: int, room: Room) -> None:
@@ -165,44 +149,38 @@ class Ladder:
         self._quiet_steps = quiet_steps
         self._room = room
         self._steps_since = 0
+        # By level, the batches that it failed for, and the shares of them that were missing.
         self._failed: dict[int, list[tuple[Size, float]]] = {}
-        """By level, the batches that it failed for, and the shares of them that were missing."""
+        # Predicted need of the smallest step that failed, less what was missing.
         self._failed_bytes: int | None = None
-        """Predicted need of the smallest step that failed, less what was missing."""
+        # By level, what it runs again: batches within one of these; None where all that are smaller than failed.
         self._cleared: dict[int, list[Size] | None] = {}
-        """By level, what it runs again: batches within one of these; None where all that are smaller than failed."""
+        # Those since the first failure, by size.
         self._batches: dict[Size, Batch | None] = {}
-        """Those since the first failure, by size."""
+        # By level, the size of the largest batch since the last look.
         self._ran: dict[int, Size] = {}
-        """By level, the size of the largest batch since the last look."""
+        # By level, what batches of some sizes are predicted to need.
         self._needed: dict[int, dict[Size, int]] = {}
-        """By level, what batches of some sizes are predicted to need."""
 
     @property
     def rung(self) -> Rung:
-        """The one in force."""
         return self.rungs[self.level]
 
     def fail(
         self,
         size: Size,
+        # Makes the rung after a plan.
         next_rung: Callable[[Plan], Rung | None],
         *,
+        # The one of this size, to be simulated.
         batch: Batch | None = None,
+        # Share of what the step needed that was missing; of what it needed for its batch, besides weights and the like.
         of_step: float = 0.0,
         of_batch: float = 0.0,
+        # Stand on the last one, where `next_rung` makes the leanest of all.
         to_leanest: bool = False,
     ) -> bool:
-        """Note that the rung in force failed for a batch, and stand on the next one. Returns whether there is one.
-
-        Args:
-            size: of the batch.
-            next_rung: makes the rung after a plan.
-            batch: the same, to be simulated.
-            of_step: share of what the step needed that was missing.
-            of_batch: share of what it needed for its batch, besides weights and the like, that was missing.
-            to_leanest: stand on the last one, where `next_rung` makes the leanest of all.
-        """
+        """Note that the rung in force failed for a batch, and stand on the next one. Returns whether there is one."""
         if (needed := self._room.needed(self.rung.plan, batch)) is not None:
             needed = int((1 - of_step) * needed)
             self._failed_bytes = min(needed, self._failed_bytes or needed)
@@ -222,39 +200,18 @@ class Ladder:
         return True
 
     def passed(self, size: Size, batch: Batch | None = None) -> None:
-        """A batch has run through."""
         # Until something fails nothing is noted.
         if self._failed:
             self._batches[size] = batch
             self._ran[self.level] = max(size, self._ran.get(self.level, size), key=lambda each: each.total)
 
     def end_step(self) -> None:
-        """A step has ended."""
+        """A step has ended: after some quiet ones find, for each rung but the leanest, what it may run again."""
         if not self._failed:
             return
         self._steps_since += 1
-        if self._steps_since >= self._quiet_steps:
-            self._clear()
-            self._begin_look()
-
-    def level_for(self, size: Size) -> int:
-        """Return the rung for a batch: the first that is cleared for one as large, or else the leanest."""
-        leanest = len(self.rungs) - 1
-        return next((level for level in range(leanest) if self._is_cleared(level, size)), leanest)
-
-    def _is_cleared(self, level: int, size: Size) -> bool:
-        cleared = self._cleared.get(level, [])
-        if cleared is None:
-            return all(size.is_below(failed, share) for failed, share in self._failed[level])
-        return any(map(size.is_within, cleared))
-
-    def _begin_look(self) -> None:
-        self._steps_since = 0
-        self._ran.clear()
-        self._room.begin_window(rung.plan for rung in self.rungs)
-
-    def _clear(self) -> None:
-        """Find, for each rung but the leanest, which batches it may run again."""
+        if self._steps_since < self._quiet_steps:
+            return
         ran = [(self.rungs[level].plan, self._batches.get(size)) for level, size in self._ran.items()]
         room = self._room.bytes(self._failed_bytes, ran)
         known: list[Size] = []
@@ -262,6 +219,24 @@ class Ladder:
             if room is not None:
                 known += self._fitting(level, room, without=known)
             self._cleared[level] = None if room is None else [*known]
+        self._begin_look()
+
+    def level_for(self, size: Size) -> int:
+        """Return the rung for a batch: the first that is cleared for one as large, or else the leanest."""
+        for level in range(len(self.rungs) - 1):
+            cleared = self._cleared.get(level, [])
+            if cleared is None:
+                is_cleared = all(size.is_below(failed, share) for failed, share in self._failed[level])
+            else:
+                is_cleared = any(map(size.is_within, cleared))
+            if is_cleared:
+                return level
+        return len(self.rungs) - 1
+
+    def _begin_look(self) -> None:
+        self._steps_since = 0
+        self._ran.clear()
+        self._room.begin_window(rung.plan for rung in self.rungs)
 
     def _fitting(self, level: int, room: int, *, without: Sequence[Size]) -> list[Size]:
         """Return the sizes of batches, of those so far and without some, for which there is room under a rung."""
@@ -271,8 +246,7 @@ class Ladder:
         sizes.sort(key=lambda size: size.total)
         # The largest first: if it fits, so do the others.
         if sizes and not self._fits(level, room, sizes[-1]):
-            fits = partial(self._fits, level, room)
-            del sizes[bisect_left(sizes, True, key=lambda size: not fits(size)) :]
+            del sizes[bisect_left(sizes, True, key=lambda size: not self._fits(level, room, size)) :]
         return sizes
 
     def _fits(self, level: int, room: int, size: Size) -> bool:
@@ -307,19 +281,19 @@ class Ladder:
 
     def resume(self, document: dict[str, Any]) -> bool:
         """Stand where the ladder of another run stood. Returns whether that had begun with the same plan."""
+
+        def size(tensors: list[list[Any]]) -> Size:
+            return Size(tuple((name, elements, pairs) for name, elements, pairs in tensors))
+
         rungs = [Rung(Plan.from_json(text), change, is_exact) for text, change, is_exact in document["rungs"]]
         if rungs[0].plan != self.rungs[0].plan:
             return False
-        failed = {level: [(_size(each), share) for each, share in found] for level, found in document["failed"]}
-        cleared = {level: None if sizes is None else list(map(_size, sizes)) for level, sizes in document["cleared"]}
-        self._failed, self._cleared = failed, cleared
+        failed = {level: [(size(each), share) for each, share in found] for level, found in document["failed"]}
+        cleared = {level: None if sizes is None else list(map(size, sizes)) for level, sizes in document["cleared"]}
+        # Nothing is set before all of the document is read.
         self._failed_bytes, self._steps_since = document["failed_bytes"], document["steps_since"]
-        self.rungs, self.level = rungs, document["level"]
+        self.rungs, self.level, self._failed, self._cleared = rungs, document["level"], failed, cleared
         return True
-
-
-def _size(tensors: list[list[Any]]) -> Size:
-    return Size(tuple((name, elements, pairs) for name, elements, pairs in tensors))
 
 
 # --- Leaner plans. ---
@@ -330,24 +304,19 @@ def next_rung(
     stacks: Sequence[Stack],
     model: nn.Module,
     *,
+    # Forbid what adds sums in another order: the chunked head and tiles, which come last.
     is_exact: bool,
+    # Layers that are set to full keep their inputs on the device, for the host has no memory left.
     drops_offload: bool = False,
+    # Of the layers that can be set to full and are not, so many at once; a quarter of all layers if None.
     share: float | None = None,
+    # So many times as many layers.
     growth: float = 1.0,
 ) -> Rung | None:
-    """Return the next leaner plan; None if there is none.
+    """Return the plan that is leaner than the one in force on a model; None if there is none.
 
     More layers are recomputed in full, then layers in segments and again within them, and as often as the binomial
     schedule says.
-
-    Args:
-        plan: in force.
-        stacks: of the model.
-        model: that the plan is in force on.
-        is_exact: forbid what adds sums in another order: the chunked head and tiles, which come last.
-        drops_offload: layers that are set to full keep their inputs on the device, for the host has no memory left.
-        share: of the layers that can be set to full and are not, so many at once; a quarter of all layers if None.
-        growth: so many times as many layers.
     """
     makers: list[Callable[[Plan, Sequence[Stack], nn.Module], Rung | None]]
     makers = [partial(_more_layers, share=share, growth=growth), _nested_segments, _binomial_segments]
@@ -356,44 +325,32 @@ def next_rung(
     if drops_offload:
         makers.insert(0, _without_offload)
     for make in makers:
-        try:
+        # Something in the model may not allow it.
+        with suppress(HFCkptError):
             rung = make(plan, stacks, model)
-        except HFCkptError:
-            # Something in the model does not allow it.
-            continue
-        if rung is not None and rung.plan != plan and _is_possible(rung.plan, stacks, model):
-            return rung
+            if rung is not None and rung.plan != plan:
+                check_exact(rung.plan, stacks, model)
+                return rung
     return None
 
 
 def leanest_rung(
     plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, is_exact: bool, drops_offload: bool = False
 ) -> Rung | None:
-    """Return the last of the plans that `next_rung` gives one after the other; None if there is none.
-
-    For the arguments see there.
-    """
+    """Return the last of the plans that `next_rung` gives one after the other; None if there is none."""
     found: Rung | None = None
-    options: dict[str, Any] = {"is_exact": is_exact, "drops_offload": drops_offload, "share": 1.0}
-    rung = next_rung(plan, stacks, model, **options)
-    while rung is not None:
-        is_same = rung.is_exact and (found is None or found.is_exact)
-        found = Rung(rung.plan, f"the leanest plan there is, with {rung.change}", is_same)
-        rung = next_rung(rung.plan, stacks, model, **options)
+    while rung := next_rung(plan, stacks, model, is_exact=is_exact, drops_offload=drops_offload, share=1.0):
+        plan, is_same = rung.plan, rung.is_exact and (found is None or found.is_exact)
+        found = Rung(plan, f"the leanest plan there is, with {rung.change}", is_same)
     return found
 
 
-def _is_possible(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> bool:
-    try:
-        check_exact(plan, stacks, model)
-    except HFCkptError:
-        return False
-    return True
+def _entries(plan: Plan) -> list[LayerPlan]:
+    return [entry for stack in plan.stacks for entry in stack.layers]
 
 
 def _without_offload(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
-    entries = [entry for stack in plan.stacks for entry in stack.layers]
-    if not any(entry.offload is not None for entry in entries):
+    if all(entry.offload is None for entry in _entries(plan)):
         return None
     changed = with_entries(plan, lambda entry: replace(entry, mode=Mode.FULL, save=(), offload=None))
     return Rung(changed, "all layers are recomputed in full, and none offloads")
@@ -403,37 +360,50 @@ def _more_layers(
     plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share: float | None, growth: float
 ) -> Rung | None:
     """Set more layers to full, of those that can be and are not. See `next_rung`."""
-    entries = [entry for stack in plan.stacks for entry in stack.layers]
-    layers = [layer for stack in stacks for layer in stack.layers]
+
+    def with_full(places: Sequence[int]) -> Plan | None:
+        """Set layers to full, by their places among those of all stacks; None where that is not possible."""
+        numbers = count()
+        changed = with_entries(
+            plan, lambda entry: replace(entry, mode=Mode.FULL, save=(), why="") if next(numbers) in places else entry
+        )
+        try:
+            check_exact(changed, stacks, model)
+        except HFCkptError:
+            return None
+        return changed
+
+    entries, layers = _entries(plan), [layer for stack in stacks for layer in stack.layers]
     left = [
         place
         for place, (entry, layer) in enumerate(zip(entries, layers, strict=True))
         if entry.mode is not Mode.FULL and layer.needs_gradient
     ]
     # A module that layers share can only be treated alike in all of them.
-    if not _is_possible(_with_full(plan, left), stacks, model):
-        left = [place for place in left if _is_possible(_with_full(plan, [place]), stacks, model)]
+    if with_full(left) is None:
+        left = [place for place in left if with_full([place])]
     if not left:
         return None
     number = math.ceil(len(entries) / _QUARTERS) if share is None else math.ceil(len(left) * share)
     chosen = left[: math.ceil(growth * max(1, number))]
-    if not _is_possible(_with_full(plan, chosen), stacks, model):
-        chosen = left
-    return Rung(_with_full(plan, chosen), f"{len(chosen)} more layer{'s' * (len(chosen) > 1)} recomputed in full")
-
-
-def _with_full(plan: Plan, places: Sequence[int]) -> Plan:
-    """Set layers to full, by their places among those of all stacks."""
-    numbers = count()
-    return with_entries(
-        plan, lambda entry: replace(entry, mode=Mode.FULL, save=(), why="") if next(numbers) in places else entry
+    changed = with_full(chosen)
+    if changed is None:
+        chosen, changed = left, with_full(left)
+    return (
+        None
+        if changed is None
+        else Rung(changed, f"{len(chosen)} more layer{'s' * (len(chosen) > 1)} recomputed in full")
     )
 
 
 def _nested_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
-    pairs = zip(plan.stacks, resolve(_NESTED, stacks, plan.model_class).stacks, strict=True)
-    chosen = tuple(nested if _is_longer_full(stack) else stack for stack, nested in pairs)
-    return Rung(replace(plan, stacks=chosen), "layers recomputed in segments, and again within them (nested)")
+    chosen = [
+        nested
+        if len(stack.layers) > _FEW_LAYERS and all(_is_plain_full(e) and not e.nested for e in stack.layers)
+        else stack
+        for stack, nested in zip(plan.stacks, resolve(_NESTED, stacks, plan.model_class).stacks, strict=True)
+    ]
+    return Rung(replace(plan, stacks=tuple(chosen)), "layers recomputed in segments, and again within them (nested)")
 
 
 def _binomial_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
@@ -450,11 +420,6 @@ def _binomial_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) ->
     return Rung(replace(plan, stacks=tuple(chosen)), f"layers run up to {_MOST_RUNS} times, from fewer saved inputs")
 
 
-def _is_longer_full(stack: StackPlan) -> bool:
-    is_plain = all(_is_plain_full(entry) and not entry.nested for entry in stack.layers)
-    return is_plain and len(stack.layers) > _FEW_LAYERS
-
-
 def _is_plain_full(entry: LayerPlan) -> bool:
     return entry.mode is Mode.FULL and entry.offload is None and entry.tiles is None
 
@@ -468,12 +433,12 @@ def _chunked_head(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung
 
 def _tiles(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
     layers = iter([layer for stack in stacks for layer in stack.layers])
-    tiled = with_entries(
-        plan, lambda entry: replace(entry, tiles="auto") if _can_be_tiled(entry, next(layers)) else entry
-    )
-    return Rung(tiled, "layers in tiles", is_exact=False)
 
+    def tiled(entry: LayerPlan) -> LayerPlan:
+        layer = next(layers)
+        is_whole = entry.tiles is None and entry.segment is None
+        # Slices would draw masks of dropout of their own.
+        can_be = is_whole and not random_modules(layer, tiled_modules(layer))
+        return replace(entry, tiles="auto") if can_be else entry
 
-def _can_be_tiled(entry: LayerPlan, layer: Layer) -> bool:
-    # Slices would draw masks of dropout of their own.
-    return entry.tiles is None and entry.segment is None and not random_modules(layer, tiled_modules(layer))
+    return Rung(with_entries(plan, tiled), "layers in tiles", is_exact=False)

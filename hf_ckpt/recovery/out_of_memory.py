@@ -22,8 +22,6 @@ _AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 
 
 class Part(StrEnum):
-    """The part of a run that went out of memory."""
-
     FORWARD = "forward"
     BACKWARD = "backward"
     RECOMPUTATION = "recomputation in backward"
@@ -80,13 +78,12 @@ class Figures:
         return self.unused is not None and self.unused > max(self.wanted or 0, MUCH * (self.allocated or 0))
 
     def describe(self) -> str:
-        """Return them in words, or that nothing is known."""
         if self.allocated is None:
             return "The allocator gave no figures."
         unused = f" and {format_bytes(self.unused)} reserved without being used" if self.unused is not None else ""
         of = f", of {format_bytes(self.capacity)}" if self.capacity is not None else ""
         if self.allowed is not None:
-            of += f" of which {format_bytes(self.allowed)} are allowed"
+            of += f"; {format_bytes(self.allowed)} of it are allowed"
         more = f"; {format_bytes(self.wanted)} more were asked for" if self.wanted is not None else ""
         return f"{format_bytes(self.allocated)} were allocated{unused}{of}{more}."
 
@@ -101,7 +98,6 @@ def _amount(pattern: str, message: str) -> int | None:
 
 
 def part_of(traceback: TracebackType | None) -> Part:
-    """Return the part of a run that an error was raised in."""
     frames = [(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name) for frame, _ in walk_tb(traceback)]
     modules = [module for module, _ in frames]
     if any(module == "transformers.trainer" and name == "prediction_step" for module, name in frames):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import OutOfMemoryError, PolicyError
@@ -19,14 +19,14 @@ from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recovery.accumulation_window import TrainerCall
-from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import EvaluationRecovery
 from hf_ckpt.recovery.failed_run import CleanEnd, EndingPart, newest_checkpoint
 from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.training_step import TrainingSteps
+from hf_ckpt.recovery.training_step import DataParallel, TrainingSteps
+from hf_ckpt.trainer.part import ChangePlan, Part, Planning
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.upstream.transformers import BETWEEN_STEPS
 
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# In a checkpoint: the plans that the run has gone down to, and for which sizes.
 RUNGS_FILE = "hf_ckpt_rungs.json"
-"""In a checkpoint: the plans that the run has gone down to, and for which sizes."""
 
 _BEFORE_WEIGHTS_CHANGE = ("training_step", "clip_grad_norm_")
+# Accelerate's method, which gets the loss once a forward has ended.
 _BEGINS_BACKWARD = "backward"
-"""Accelerate's method, which gets the loss once a forward has ended."""
-
+# Trainers of trl whose inputs are generations, which are not made again.
 _GENERATING = ("GRPOTrainer", "RLOOTrainer")
-"""Trainers of trl whose inputs are generations, which are not made again."""
 
 
 def check_asked(args: TrainingArguments) -> None:
@@ -75,27 +74,51 @@ def why_not(trainer: Any, args: TrainingArguments, planning: RunPlanner | None =
     generating = next((name for name in _GENERATING if name in names), None)
     if generating is not None:
         return f"{generating} generates its inputs, which are not made again"
-    return why_not_alone(trainer, planning) if store.num_processes() > 1 else None
+    return _why_not_alone(trainer, planning) if store.num_processes() > 1 else None
 
 
-class Recovery:
+def _why_not_alone(trainer: Any, planning: RunPlanner | None) -> str | None:
+    """Return why no window of a run of several processes is run again by one of them; None if it is."""
+    wrapper = getattr(trainer, "model_wrapped", None)
+    if not isinstance(wrapper, DistributedDataParallel):
+        return "several processes share the model, and no step is repeated in one of them alone"
+    if wrapper.static_graph:
+        return "DistributedDataParallel has a static graph, which is recorded from the steps that run"
+    own = [f"{type(trainer).__name__}.{name}" for name in ("training_step", "compute_loss") if _has_own(trainer, name)]
+    if getattr(trainer, "compute_loss_func", None) is not None and not own:
+        own = ["compute_loss_func"]
+    if own:
+        return f"{' and '.join(own)} may send something of its own to the other processes"
+    if planning is not None and planning.compares_batches:
+        return "the processes compare their batches before each forward, for no bound of them is known"
+    return None
+
+
+def _has_own(trainer: Any, name: str) -> bool:
+    """Whether a method is not that of transformers' Trainer."""
+    return getattr(type(trainer), name) is not getattr(Trainer, name)
+
+
+class Recovery(Part):
     """Runs the steps of a Trainer so that they go on after they have run out of memory.
 
     Args:
         trainer: that trains.
         run: what is in force.
-        announce: gets a plan that was put in force.
+        change_plan: puts another plan in force.
         planning: of policy `auto`, which knows leaner plans.
         is_exact: forbid plans that add sums in another order.
         quiet_steps: see `Ladder`.
         why_not: no step is run again, but what ends the run ends all of its processes.
     """
 
+    changes_plans = is_alone = True
+
     def __init__(
         self,
         trainer: Any,
         run: TrainingRun,
-        announce: Callable[[Plan], None],
+        change_plan: ChangePlan,
         planning: RunPlanner | None,
         *,
         is_exact: bool,
@@ -104,49 +127,54 @@ class Recovery:
     ) -> None:
         self._trainer = trainer
         self._run = run
-        self._announce = announce
+        self._change_plan = change_plan
         self._planning = planning
+        self._is_exact = is_exact
         self._quiet_steps = quiet_steps
         self._call = train_call()
-        self._room = Room(planning, run.peak)
-        ladder = Ladder(run.applied.plan, quiet_steps, self._room)
-        # Where micro-batches run under several plans, all have to give the same bits.
-        self._is_exact = is_exact or store.num_processes() > 1
+        self._room = Room(self._planning, run.peak)
+        ladder = Ladder(run.applied.plan, self._quiet_steps, self._room)
         self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
-        self._end = (
-            None if store.num_processes() == 1 else CleanEnd(trainer, run, self.save, is_whole=_is_whole(trainer))
-        )
+        # Whether each process has the whole model and the optimizer's whole state.
+        is_whole = isinstance(getattr(trainer, "model_wrapped", None), DistributedDataParallel)
+        self._end: CleanEnd | None = None
         data_parallel = None
-        if self._end is not None and why_not is None:
-            data_parallel = DataParallel(trainer.model_wrapped)
-        self._steps = TrainingSteps(trainer, run.model, self._escalation, planning, (run.clock,), data_parallel)
+        if store.num_processes() > 1:
+            # Where micro-batches run under several plans, all have to give the same bits.
+            self._is_exact = True
+            self._end = CleanEnd(trainer, run, self.save, is_whole=is_whole)
+            data_parallel = DataParallel(trainer.model_wrapped) if why_not is None else None
+        self._steps = TrainingSteps(trainer, run.model, self._escalation, self._planning, (run.clock,), data_parallel)
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = EvaluationRecovery(trainer)
+        ends = partial(EndingPart, trainer)
         self._parts: dict[str, TrainingSteps | EvaluationRecovery | OptimizerSteps | EndingPart] = {
             "training_step": self._steps,
             "prediction_step": self._evaluation,
-            "clip_grad_norm_": EndingPart(
-                trainer, "Some of them may be clipped: it is not run again.", "clipping of gradients"
-            ),
+            "clip_grad_norm_": ends("Some of them may be clipped: it is not run again.", "clipping of gradients"),
             "step": self._optimizer_steps,
-            BETWEEN_STEPS: EndingPart(trainer, "It is not run again.", "logging, evaluation or saving"),
+            BETWEEN_STEPS: ends("It is not run again.", "logging, evaluation or saving"),
         }
         if why_not is not None:
+            # Each process notes what a step began with where it can save that.
+            run_step = self._steps.run_once if is_whole else TrainerCall.__call__
+            self._parts["training_step"] = ends(f"The step is not run again: {why_not}.", run_step=run_step)
             half = "Weights may be half-way through it: it is not run again."
-            noting = self._steps if _is_whole(trainer) else None
-            self._parts["training_step"] = EndingPart(trainer, f"The step is not run again: {why_not}.", steps=noting)
-            self._parts["step"] = EndingPart(trainer, half, "optimizer step")
-        if why := why_not or (data_parallel and why_not_evaluated_alone(trainer)):
-            self._parts["prediction_step"] = EndingPart(trainer, f"It is not run again: {why}.", "evaluation")
-        owners = {
-            "clip_grad_norm_": trainer.accelerator,
-            "step": trainer.optimizer,
-            _BEGINS_BACKWARD: trainer.accelerator,
-        }
+            self._parts["step"] = ends(half, "optimizer step")
+        why = why_not
+        if data_parallel is not None and _has_own(trainer, "prediction_step"):
+            why = f"{type(trainer).__name__}.prediction_step may send something of its own to the other processes"
+        if why is not None:
+            self._parts["prediction_step"] = ends(f"It is not run again: {why}.", "evaluation")
+        owners = {"clip_grad_norm_": trainer.accelerator, "step": trainer.optimizer}
         # The removal of the plan, by whomever and after whatever error, takes these off too.
         run.applied.on_remove(self.stop)
-        names = [*self._parts, *([_BEGINS_BACKWARD] if why_not is None else [])]
-        self._undos = [_set_method(self, owners.get(name, trainer), name) for name in names]
+        owned = [(owners.get(name, trainer), name) for name in self._parts]
+        owned += [(trainer.accelerator, _BEGINS_BACKWARD)] if why_not is None else []
+        self._undos: list[Callable[[], None]] = [
+            partial(take_off, owner, name, set_method(owner, name, partial(_call, self, owner, name)))
+            for owner, name in owned
+        ]
         if data_parallel is not None:
             self._undos.append(data_parallel.remove)
 
@@ -155,7 +183,7 @@ class Recovery:
     def is_over(self) -> bool:
         """Whether the call of `train()` that this belongs to has ended, in an error of somebody else's."""
         is_ours = bool(self._undos) and not self._run.is_removed
-        return not is_ours or (self._call is not None and not self._call.is_running())
+        return not is_ours or self._call.is_over()
 
     def __reduce__(self) -> tuple[Callable[[], Recovery], tuple[()]]:
         # A copy of the model leads here by its hooks, and one of the Trainer by its methods: that one runs them alone.
@@ -167,7 +195,6 @@ class Recovery:
         run_all(reversed(undos))
 
     def run(self, name: str, call: TrainerCall) -> Any:
-        """Run a method of the Trainer, and return what it returns."""
         if name == _BEGINS_BACKWARD:
             self._steps.note_loss(call.args[0] if call.args else call.kwargs.get("loss"))
             return call()
@@ -181,32 +208,28 @@ class Recovery:
             self.stop()
             if not isinstance(error, OutOfMemoryError):
                 raise
-            raise self._ended(name, error) from error.__cause__
-
-    def _ended(self, name: str, error: OutOfMemoryError) -> OutOfMemoryError:
-        """Return the error that the run is to end with: it says what to go on from."""
-        if self._end is None:
-            return OutOfMemoryError(f"{error} {newest_checkpoint(self._trainer)}")
-        is_as_before = name in _BEFORE_WEIGHTS_CHANGE and self._steps.undo()
-        return self._end.ended(error, is_as_before_step=is_as_before)
+            # It says what to go on from.
+            if self._end is None:
+                ended = OutOfMemoryError(f"{error} {newest_checkpoint(self._trainer)}")
+            else:
+                is_as_before = name in _BEFORE_WEIGHTS_CHANGE and self._steps.undo()
+                ended = self._end.ended(error, is_as_before_step=is_as_before)
+            raise ended from error.__cause__
 
     # --- Events. ---
 
     def begin_step(self) -> None:
-        """An optimizer step begins, before its first micro-batch."""
         self._steps.begin_step()
 
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
+    def end_optimizer_step(self) -> None:
         self._steps.end_step()
 
-    def plan_again(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan) -> None:
         """Policy `auto` has put another plan in force, for batches that are larger than before."""
         self._escalation.ladder = Ladder(plan, self._quiet_steps, self._room)
         self._escalation.num_switches += 1
 
     def figures(self) -> dict[str, float]:
-        """Return what the reporters get."""
         parts = (self._escalation, self._optimizer_steps, self._evaluation)
         num_recovered = sum(part.num_recovered for part in parts)
         return {"ckpt/oom_recovered": num_recovered, "ckpt/plan_switches": self._escalation.num_switches}
@@ -218,12 +241,9 @@ class Recovery:
         return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
 
     def _put_in_force(self, rung: Rung) -> None:
-        self._run.change_plan(rung.plan, is_alone=True)
+        self._change_plan(self, rung.plan)
         # What is proven of a plan is so in the first step under it, which is this one.
         self._run.applied.value_proof.begin_step()
-        if self._planning is not None:
-            self._planning.adopt(rung.plan)
-        self._announce(rung.plan)
 
     # --- Checkpoints. ---
 
@@ -248,9 +268,7 @@ class Recovery:
         if not is_same:
             logger.info("%s is of a run under another plan, and is left aside.", path)
             return
-        self._run.change_plan(self._escalation.ladder.rung.plan, is_alone=True)
-        if self._planning is not None:
-            self._planning.adopt(self._escalation.ladder.rung.plan)
+        self._change_plan(self, self._escalation.ladder.rung.plan)
         logger.info("The run that is resumed had run out of memory: its leaner plan is in force from the beginning.")
 
 
@@ -258,38 +276,28 @@ def begin(
     trainer: Any,
     args: TrainingArguments,
     run: TrainingRun,
-    announce: Callable[[Plan], None],
-    planning: RunPlanner | None,
+    change_plan: ChangePlan,
+    planning: Planning,
     *,
     is_exact: bool,
     quiet_steps: int,
 ) -> Recovery | None:
     """Return the recovery of a run that begins, or None where there is none, and say so.
 
-    `trainer` is None where it was not found. For the rest see `Recovery`.
+    `trainer` is None where it was not found.
     """
-    why = why_not(trainer, args, planning)
+    # A given policy knows no other plans.
+    planner: Any = planning if planning.changes_plans else None
+    why = why_not(trainer, args, planner)
     if why is not None and args.process_index == 0:
         then = "Running out of memory ends the run."
         if args.auto_find_batch_size:
-            then = "Where memory runs out, the Trainer begins again at its first step, with fewer rows."
+            then = "Where memory runs out, the Trainer begins again at its first step, with fewer sequences."
         logger.info('on_oom="escalate" is not in force here: %s. %s', why, then)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
     if why is None or (ends_others and not args.auto_find_batch_size):
-        return Recovery(trainer, run, announce, planning, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
+        return Recovery(trainer, run, change_plan, planner, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
     return None
-
-
-def _is_whole(trainer: Any) -> bool:
-    """Whether each process has the whole model and the optimizer's whole state."""
-    return isinstance(getattr(trainer, "model_wrapped", None), DistributedDataParallel)
-
-
-def _stopped() -> Recovery:
-    """Return one that has taken all methods back."""
-    made = object.__new__(Recovery)
-    made._undos = []
-    return made
 
 
 # --- Methods that run through a recovery. ---
@@ -298,9 +306,10 @@ def _stopped() -> Recovery:
 # inside, and copies and pickles of the object run it alone.
 
 
-def _set_method(recovery: Recovery, owner: object, name: str) -> Callable[[], None]:
-    """Let a method of an object run through a recovery, and return what takes that off."""
-    return partial(take_off, owner, name, set_method(owner, name, partial(_call, recovery, owner, name)))
+def _stopped() -> Recovery:
+    made = object.__new__(Recovery)
+    made._undos = []
+    return made
 
 
 def _call(

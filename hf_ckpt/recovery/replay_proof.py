@@ -31,47 +31,33 @@ from hf_ckpt.regions.fingerprints import (
     unobserved,
 )
 
+# So many units of rounding of float32 is 1e-6, which tiles and the chunked head keep to.
 _ROUNDINGS = 8
-"""So many units of rounding of float32 is 1e-6, which tiles and the chunked head keep to."""
 
 
 @dataclass(slots=True)
 class _Noted:
-    """What is known of one micro-batch."""
-
     inputs: list[tuple[str, Fingerprint]]
     plan: Plan
     losses: list[Tensor | Samples] = field(default_factory=list)
 
 
+@dataclass
 class ReplayProof:
-    """Of one window.
+    """Of one window, whose step and micro-batches messages call as they are given."""
 
-    Args:
-        step: what messages call the step.
-        micro_batch: what they call a part of it.
-        parameters: whose precision says how far off rounding may be; see Note [Rounding].
-        to_do: what a user can do about a difference.
-        is_mixed: whether forwards run under autocast, where that is not seen when they begin.
-    """
-
-    def __init__(
-        self,
-        step: str,
-        micro_batch: str,
-        parameters: Callable[[], Iterable[Tensor]],
-        to_do: str,
-        *,
-        is_mixed: bool = False,
-    ) -> None:
-        self._step = step
-        self._micro_batch = micro_batch
-        self._parameters = parameters
-        self._to_do = to_do
-        self._is_mixed = is_mixed
-        self._noted: list[_Noted] = []
-        self._num_begun = self._num_losses = 0
-        self._allowed = 0.0
+    _step: str
+    _micro_batch: str
+    # Their precision says how far off rounding may be; see Note [Rounding].
+    _parameters: Callable[[], Iterable[Tensor]]
+    # What a user can do about a difference.
+    _to_do: str
+    # Whether forwards run under autocast, where that is not seen when they begin.
+    is_mixed: bool = field(default=False, kw_only=True)
+    _noted: list[_Noted] = field(default_factory=list)
+    _num_begun: int = 0
+    _num_losses: int = 0
+    _allowed: float = 0.0
 
     def begin_replay(self, first: int = 0) -> None:
         """The window runs again, from this micro-batch on."""
@@ -80,12 +66,7 @@ class ReplayProof:
         self._num_losses = len(self._noted[first - 1].losses) if first else 0
 
     def check_start(self, generators: Sequence[str], gradients: Sequence[str] = ()) -> None:
-        """Raise where what runs again begins in another state than before.
-
-        Args:
-            generators: that are in another state.
-            gradients: of these parameters are there, which were not.
-        """
+        """Raise where what runs again begins with other generators than before, or with gradients that were not."""
         if generators:
             self._refuse(f"begins in another state of {' and '.join(generators)} random numbers")
         if gradients:
@@ -100,9 +81,13 @@ class ReplayProof:
         if number == len(self._noted):
             self._noted.append(_Noted(found, plan))
             return
-        self._is_mixed |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        self.is_mixed |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         noted = self._noted[number]
-        if changed := _other_inputs(noted.inputs, found):
+        changed = ["others were given"]
+        if [name for name, _ in noted.inputs] == [name for name, _ in found]:
+            pairs = zip(noted.inputs, found, strict=True)
+            changed = [name for (name, one), (_, other) in pairs if not are_equal(one, other)]
+        if changed:
             self._refuse(f"has other inputs in {self._micro_batch} {number + 1} ({', '.join(changed[:4])})")
         self._allowed = self._rounding(noted.plan, plan)
         noted.plan = plan
@@ -113,11 +98,16 @@ class ReplayProof:
             return
         noted, number = self._noted[self._num_begun - 1], self._num_losses
         self._num_losses += 1
-        found = _loss_of(loss)
-        if number == len(noted.losses):
-            noted.losses.append(_copied(found))
-        elif difference := _difference(noted.losses[number], found, self._allowed):
-            self._refuse(f"has another loss in {self._micro_batch} {self._num_begun}{difference}")
+        found = loss.get("loss") if isinstance(loss, Mapping) else loss
+        if not (isinstance(found, Tensor) and is_plain(found) and found.numel() == 1):
+            found = plain_tensors(loss)
+        if number < len(noted.losses):
+            if difference := _difference(noted.losses[number], found, self._allowed):
+                self._refuse(f"has another loss in {self._micro_batch} {self._num_begun}{difference}")
+            return
+        # A copy, as whoever holds the loss may add to it. Of outputs without a loss a few values have to do.
+        with unobserved():
+            noted.losses.append(found.detach().clone() if isinstance(found, Tensor) else Samples(found))
 
     def end_micro_batch(self, returned: Any) -> None:
         """A micro-batch is through, and has returned its loss: what is known of it where no backward has told."""
@@ -126,7 +116,6 @@ class ReplayProof:
         self._check_whole()
 
     def end_replay(self) -> None:
-        """The window is through."""
         self._check_whole()
         if self._num_begun < len(self._noted):
             self._refuse(f"has run {self._num_begun} of {len(self._noted)} {self._micro_batch}s that had begun")
@@ -140,12 +129,15 @@ class ReplayProof:
         """Return how far off the loss may be, relative to itself."""
         parameters = [each for each in self._parameters() if each.is_floating_point()]
         is_repeated = torch.are_deterministic_algorithms_enabled() or all(each.is_cpu for each in parameters)
-        if is_repeated and _sums(before) == _sums(now):
+        # Tiles and the head are what of a plan adds sums in another order.
+        sums = [
+            [plan.head, *(layer.tiles for stack in plan.stacks for layer in stack.layers)] for plan in (before, now)
+        ]
+        if is_repeated and sums[0] == sums[1]:
             return 0.0
-        dtypes = {each.dtype for each in parameters}
         is_float32 = (
-            not self._is_mixed
-            and dtypes <= {torch.float32, torch.float64}
+            not self.is_mixed
+            and {each.dtype for each in parameters} <= {torch.float32, torch.float64}
             and torch.get_float32_matmul_precision() == "highest"
         )
         return _ROUNDINGS * torch.finfo(torch.float32).eps if is_float32 else torch.finfo(torch.bfloat16).eps
@@ -159,32 +151,8 @@ class ReplayProof:
 
 
 def names_of(parameters: Iterable[nn.Parameter], model: nn.Module) -> list[str]:
-    """Name parameters for a message."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names.get(id(parameter), "of no module of the model") for parameter in parameters]
-
-
-def _sums(plan: Plan) -> tuple[object, ...]:
-    """Return what of a plan adds sums in another order."""
-    return plan.head, *(layer.tiles for stack in plan.stacks for layer in stack.layers)
-
-
-def _other_inputs(before: list[tuple[str, Fingerprint]], now: list[tuple[str, Fingerprint]]) -> list[str]:
-    if [name for name, _ in before] != [name for name, _ in now]:
-        return ["others were given"]
-    return [name for (name, one), (_, other) in zip(before, now, strict=True) if not are_equal(one, other)]
-
-
-def _loss_of(output: Any) -> Tensor | list[Tensor]:
-    """Return the loss in an output, or else its tensors."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) and is_plain(loss) and loss.numel() == 1 else plain_tensors(output)
-
-
-def _copied(found: Tensor | list[Tensor]) -> Tensor | Samples:
-    # A copy, as whoever holds the loss may add to it. Of outputs without a loss a few values have to do.
-    with unobserved():
-        return found.detach().clone() if isinstance(found, Tensor) else Samples(found)
 
 
 def _difference(noted: Tensor | Samples, found: Tensor | list[Tensor], allowed: float) -> str | None:

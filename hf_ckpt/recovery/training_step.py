@@ -3,18 +3,28 @@
 The window of micro-batches is undone, a leaner plan put in force, and the window run again from its first micro-batch,
 with the same inputs and the same random numbers: to the bit what that plan would have given at once. `ReplayProof`
 holds it against the attempt that failed.
+
+Note [Alone among others]. What is sent in a window under DistributedDataParallel is what its forwards send when they
+begin (buffers, the order of buckets) and the gradients of its last backward. A process that has failed before the first
+of those gradients has sent nothing that the others would not have been sent in any case. It may take its time and run
+again, if it does not send again what its forwards have sent. The others wait in their first bucket, need no message,
+and may stand on another plan: checkpointing sends nothing. From the first gradient on a window cannot be left: the
+reducer does not take it back, and nobody knows which of the others have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.recovery.accumulation_window import (
     Buffers,
+    Gradients,
     MicroBatch,
     StepParameters,
     TrainerCall,
@@ -24,9 +34,8 @@ from hf_ckpt.recovery.accumulation_window import (
     one_of_each_device,
 )
 from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
-from hf_ckpt.recovery.data_parallel import DataParallel
 from hf_ckpt.recovery.escalation import Escalation, Failed
-from hf_ckpt.recovery.failed_examples import describe_examples
+from hf_ckpt.recovery.failed_run import describe_examples
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import RandomState
@@ -34,64 +43,125 @@ from hf_ckpt.trainer.other_models import trained_beside
 from hf_ckpt.upstream.accelerate import set_sync_gradients
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
+    from hf_ckpt.trainer.batch import Batch
 
+# So many steps begin with a look for what a loss has made of its own: most do so in the first one.
 _LOOKS_BESIDE = 3
-"""Steps that begin with a look for what a loss has made of its own: most do so in the first one."""
 _TO_DO = (
     "Keep it as an attribute of the Trainer, of an object on it or of a module, and not in a global, a closure or a "
     'class; or set on_oom="error".'
 )
 
 
+class DataParallel:
+    """What this process has sent in a window; see Note [Alone among others]. `wrapper` is around the trained model."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+        self._trainable = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
+        self._gradients = Gradients(self._trainable)
+        self.begin_window()
+        self._hooks = (
+            wrapper.register_forward_pre_hook(self._before_wrapper),
+            wrapper.module.register_forward_pre_hook(self._before_module, prepend=True),
+        )
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_window(self) -> None:
+        # Forwards that have begun, also again, and those that have sent what they send; per micro-batch those before.
+        self._num_begun = self._num_sent = 0
+        self._begun_before: list[int] = []
+        self._is_sending = False
+
+    def begin_replay(self) -> int:
+        """Micro-batches run again. Returns the number of the first of them."""
+        # Once the last forward is done the reducer sends the gradients of whatever backward comes next. So where the
+        # last micro-batch failed, it alone runs again: the sums of those before it are as they were, and each bitwise
+        # plan would give the same.
+        first = len(self._begun_before) - 1 if self.syncs else 0
+        self._num_begun = self._begun_before[first]
+        self._is_sending = False
+        return first
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the next backward sends gradients."""
+        return bool(self._wrapper.require_backward_grad_sync)
+
+    def begin_micro_batch(self) -> None:
+        """A micro-batch begins that was not there before."""
+        self._begun_before.append(self._num_begun)
+        self._gradients = Gradients(self._trainable)
+
+    def begin_again(self, *, syncs: bool) -> None:
+        """A micro-batch begins again."""
+        self._wrapper.require_backward_grad_sync = syncs
+        self._gradients = Gradients(self._trainable)
+
+    def fault(self, window: Window) -> str | None:
+        """Return why a window cannot be run again by this process alone; None if it can."""
+        if written := window.micro_batches[0].buffers.with_other_values():
+            names = ", ".join(written[:4])
+            return f"forwards change buffers ({names}), which DistributedDataParallel sends from process 0"
+        if self._is_sending:
+            return "memory ran out while DistributedDataParallel was sending buffers"
+        if self.syncs and self._gradients.is_changed():
+            return "its backward had begun to send gradients to the other processes, which cannot be taken back"
+        return None
+
+    def _before_wrapper(self, wrapper: nn.Module, args: Any) -> None:
+        self._num_begun += 1
+        self._is_sending = True
+        if self._num_begun <= self._num_sent:
+            wrapper.require_forward_param_sync = False  # type: ignore[assignment]
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        if self._is_sending:
+            self._is_sending = False
+            self._num_sent = max(self._num_sent, self._num_begun)
+
+
+@dataclass(eq=False)
 class TrainingSteps:
-    """Runs the training steps of one run.
+    """Runs the training steps of one run."""
 
-    Args:
-        trainer: whose steps they are.
-        model: that it trains.
-        escalation: puts leaner plans in force.
-        planning: of policy `auto`, which sees what the model is given.
-        counters: what else counts in a micro-batch, in its attributes.
-        data_parallel: what this process sends to others, where there are some.
-    """
+    _trainer: Any
+    _model: nn.Module
+    _escalation: Escalation
+    # Of policy `auto`: sees what the model is given.
+    _planning: RunPlanner | None
+    # What else counts in a micro-batch, in its attributes.
+    _counters: Sequence[object]
+    # What this process sends to others, where there are some.
+    _data_parallel: DataParallel | None
 
-    def __init__(
-        self,
-        trainer: Any,
-        model: nn.Module,
-        escalation: Escalation,
-        planning: RunPlanner | None,
-        counters: Sequence[object],
-        data_parallel: DataParallel | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._escalation = escalation
-        self._planning = planning
-        self._data_parallel = data_parallel
-        self._model = model
-        self._buffers = Buffers(are_sent=data_parallel is not None)
-        named = [(type(counter).__name__, counter) for counter in counters]
-        self._owners: list[tuple[str, object]] = [("", trainer), ("state", trainer.state), ("model", model), *named]
+    def __post_init__(self) -> None:
+        trainer = self._trainer
+        self._buffers = Buffers(are_sent=self._data_parallel is not None)
+        self._owners: list[tuple[str, object]] = [("", trainer), ("state", trainer.state), ("model", self._model)]
+        self._owners += [(type(counter).__name__, counter) for counter in self._counters]
         self._beside: list[object] = []
         self._num_looks = 0
         self._snapshots = AttributeSnapshots(*self._owners)
-        self._parameters = StepParameters(model, trainer.optimizer)
-        self._on_devices = one_of_each_device(model)
+        self._parameters = StepParameters(self._model, trainer.optimizer)
+        self._on_devices = one_of_each_device(self._model)
         self._window: Window | None = None
         self._is_running = False
 
     def begin_step(self) -> None:
-        """A window of micro-batches begins."""
         self._escalation.begin_step()
         if self._num_looks < _LOOKS_BESIDE:
             self._num_looks += 1
             self._look_beside()
-        if not self._goes_on():
-            step = f"Step {int(self._trainer.state.global_step) + 1}"
+        # One that no optimizer step has ended goes on: the end of a stream may have cut it short.
+        has_begun = self._window is not None and bool(self._window.micro_batches) and self._data_parallel is None
+        if not (has_begun and any(parameter.grad is not None for parameter in self._model.parameters())):
             is_mixed = self._trainer.accelerator.mixed_precision != "no"
-            proof = ReplayProof(step, "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed)
+            proof = ReplayProof(f"Step {self._step}", "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed)
             self._window = Window(proof)
         if self._data_parallel is not None:
             self._data_parallel.begin_window()
@@ -105,11 +175,6 @@ class TrainingSteps:
             self._snapshots = AttributeSnapshots(*self._owners, *found)
         return is_other
 
-    def _goes_on(self) -> bool:
-        """Whether a window that no optimizer step has ended goes on: the end of a stream may have cut it short."""
-        has_begun = self._window is not None and bool(self._window.micro_batches) and self._data_parallel is None
-        return has_begun and any(parameter.grad is not None for parameter in self._model.parameters())
-
     def undo(self) -> bool:
         """Bring back what the step began with, for it to be saved. Returns whether that is so."""
         window = self._window
@@ -119,8 +184,7 @@ class TrainingSteps:
             # What they were like is known of the run's first step only.
             return False
         window.undo()
-        window.micro_batches[0].attributes.restore()
-        window.micro_batches[0].randomness.restore()
+        window.micro_batches[0].restore()
         return True
 
     def end_step(self) -> None:
@@ -141,9 +205,8 @@ class TrainingSteps:
             return call()
         micro_batch = self._begin(window, call)
         escalation.stand_on(escalation.ladder.level_for(micro_batch.size))
-        returned, failure = self._attempt(window, call)
-        if failure is not None:
-            failed = self._failed(window, len(window.micro_batches) - 1, failure)
+        returned, failed = self._attempt(window, len(window.micro_batches) - 1, call)
+        if failed is not None:
             returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, window))
         self._buffers.learn(micro_batch.buffers)
         escalation.ladder.passed(micro_batch.size, self._batch)
@@ -163,33 +226,16 @@ class TrainingSteps:
         if self._window is not None and self._is_running:
             self._window.proof.note_loss(loss)
 
-    def _attempt(self, window: Window, call: TrainerCall) -> tuple[Any, Failure | None]:
-        return self._escalation.attempt(partial(self._proven, window.proof, call))
-
-    def _proven(self, proof: ReplayProof, call: TrainerCall) -> Any:
-        proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
-        self._is_running = True
-        try:
-            returned = call()
-        finally:
-            self._is_running = False
-        proof.end_micro_batch(returned)
-        return returned
+    @property
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step) + 1
 
     @property
     def _batch(self) -> Batch | None:
         return None if self._planning is None else self._planning.seen
 
-    def _fault(self, window: Window) -> str | None:
-        fault = window.fault()
-        if fault is None and self._look_beside():
-            fault = (
-                "modules or weights beside the model, of a loss, were made since the run began, and nothing noted them"
-            )
-        return self._data_parallel.fault(window) if fault is None and self._data_parallel is not None else fault
-
     def _begin(self, window: Window, call: TrainerCall) -> MicroBatch:
-        trainer, others = self._trainer, self._data_parallel
+        others = self._data_parallel
         if others is not None:
             others.begin_micro_batch()
         attributes = self._snapshots.now(is_later=bool(window.micro_batches))
@@ -204,17 +250,41 @@ class TrainingSteps:
             RandomState.of(*self._on_devices),
             attributes,
             self._buffers.of(modules),
-            trainer.accelerator.gradient_state.sync_gradients,
+            self._trainer.accelerator.gradient_state.sync_gradients,
             others is not None and others.syncs,
         )
         window.micro_batches.append(micro_batch)
         return micro_batch
 
-    def _failed(self, window: Window, number: int, failure: Failure) -> Failed:
-        step, micro_batch = int(self._trainer.state.global_step) + 1, window.micro_batches[number]
-        examples = partial(describe_examples, self._trainer, number, micro_batch.call.inputs)
-        inputs = describe_inputs(micro_batch.call.inputs)
-        return Failed(failure, step, micro_batch.size, inputs, self._batch, examples)
+    def _attempt(self, window: Window, number: int, call: TrainerCall) -> tuple[Any, Failed | None]:
+        """Run a micro-batch of the window, for the first time or again."""
+
+        def proven() -> Any:
+            window.proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
+            self._is_running = True
+            try:
+                returned = call()
+            finally:
+                self._is_running = False
+            window.proof.end_micro_batch(returned)
+            return returned
+
+        returned, failure = self._escalation.attempt(proven)
+        return returned, None if failure is None else self._failed(window.micro_batches[number], number, failure)
+
+    def _failed(self, micro_batch: MicroBatch, number: int, failure: Failure) -> Failed:
+        inputs = micro_batch.call.inputs
+        examples = partial(describe_examples, self._trainer, number, inputs)
+        return Failed(failure, self._step, micro_batch.size, describe_inputs(inputs), self._batch, examples)
+
+    def _fault(self, window: Window) -> str | None:
+        if fault := window.fault():
+            return fault
+        if self._look_beside():
+            return (
+                "modules or weights beside the model, of a loss, were made since the run began, and nothing noted them"
+            )
+        return None if self._data_parallel is None else self._data_parallel.fault(window)
 
     def _replay(self, window: Window) -> tuple[Any, Failed | None]:
         """Run the window's micro-batches again, or the last one, until one fails."""
@@ -229,8 +299,7 @@ class TrainingSteps:
         window.proof.begin_replay(first)
         try:
             for number, micro_batch in enumerate(window.micro_batches[first:], first):
-                micro_batch.attributes.restore()
-                micro_batch.randomness.restore()
+                micro_batch.restore()
                 generators = RandomState.of(*self._on_devices).others_than(micro_batch.randomness)
                 kept = names_of(window.kept_gradients(), self._model) if number == 0 else []
                 window.proof.check_start(generators, kept)
@@ -239,9 +308,9 @@ class TrainingSteps:
                     others.begin_again(syncs=micro_batch.sends_gradients)
                 if self._planning is not None:
                     self._planning.start_micro_batch_again()
-                returned, failure = self._attempt(window, micro_batch.again())
-                if failure is not None:
-                    return None, self._failed(window, number, failure)
+                returned, failed = self._attempt(window, number, micro_batch.again())
+                if failed is not None:
+                    return None, failed
         finally:
             set_sync_gradients(gradient_state)(syncs)
         window.proof.end_replay()

@@ -41,10 +41,8 @@ def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_exact_when_compiled() -> bool:
-    """Whether the backend that compiles now brings back random numbers, as far as that is known.
-
-    The compiler asks once for each graph: graphs belong to a backend.
-    """
+    """Whether the backend that compiles now brings back random numbers, as far as that is known."""
+    # The compiler asks once for each graph: graphs belong to a backend.
     return brings_back_random_numbers()
 
 

@@ -179,12 +179,10 @@ def runs_again() -> bool:
 
 
 def is_repeated_by_others() -> bool:
-    """Whether another checkpointing than ours runs a forward again in this thread: torch's, or one that is named so.
-
-    A forward that a user's own hook or function runs in a backward is no such thing.
-    """
+    """Whether another checkpointing than ours runs a forward again in this thread: torch's, or one that is named so."""
     if not is_in_backward() or is_recomputed():
         return False
+    # A forward that a user's own hook or function runs in a backward is no such thing.
     frame: FrameType | None = sys._getframe(1)
     # What called the backward has nothing to do with what runs in it.
     while frame is not None and frame.f_code is not RUNS_BACKWARD_CODE:
@@ -535,15 +533,13 @@ def device_witnesses(tensors: Sequence[Tensor], others: Sequence[Any]) -> list[T
 
 
 def _devices_in_use(*values: Any) -> list[torch.device]:
-    """Return the devices whose generators a call may use: those of the tensors in `values`, else the current one.
-
-    The current device is another one in the backward, whose threads have one each: it counts where nothing else says.
-    """
+    """Return the devices whose generators a call may use: those of the tensors in `values`, else the current one."""
     kind = _accelerator_type()
     module = torch.get_device_module(kind)
     # A device that has not been used yet has no state to read; MPS has none that could be read by device.
     if kind == "cpu" or not getattr(module, IS_USED, False):
         return []
+    # The current device is another one in the backward, whose threads have one each: it counts where nothing else says.
     devices = {tensor.device for value in values for tensor in tensors_in(value) if tensor.device.type == kind}
     return sorted(devices or {torch.device(kind, module.current_device())}, key=lambda device: device.index)
 
@@ -653,11 +649,9 @@ def refuse_in_tiles() -> None:
 
 
 def untransformed() -> AbstractContextManager[Any]:
-    """Let a recomputation run outside of the transform that its backward runs in.
-
-    Where torch vectorizes a backward over several gradients, the recomputation is the same for all of them, and inside
-    of the transform it could not draw random numbers.
-    """
+    """Let a recomputation run outside of the transform that its backward runs in."""
+    # Where torch vectorizes a backward over several gradients, the recomputation is the same for all of them, and
+    # inside of the transform it could not draw random numbers.
     return _outside() if is_transformed() else nullcontext()
 
 

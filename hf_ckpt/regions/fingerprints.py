@@ -210,13 +210,11 @@ def rounding_of(outputs: Sequence[Fingerprint]) -> float:
 
 
 def is_sum(terms: Sequence[Fingerprint], total: Fingerprint) -> bool:
-    """Whether a tensor, rounded to its dtype once, is the sum of others. Waits for the device.
-
-    Compares their sketches, which add up as the tensors do.
-    """
+    """Whether a tensor, rounded to its dtype once, is the sum of others. Waits for the device."""
     sketches = [term.sketch for term in terms if term.sketch is not None]
     if total.sketch is None or not sketches:
         return total.sketch is None and not sketches
+    # Compares their sketches, which add up as the tensors do.
     stacked = torch.stack(sketches)
     distance = (stacked[:, 1:].sum(0) - total.sketch[1:]).norm()
     size = stacked[:, 0].sqrt().sum()
@@ -266,10 +264,8 @@ def _num_words(bits: Tensor) -> int:
 
 
 def _words(bits: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in order, as flat words; all but the last two tensors have `_PIECE` words, or are all.
-
-    Elements of 8 bytes are two words each: as one, the signs of two numbers in a row would cancel in its sum.
-    """
+    """Yield the elements in order, as flat words; all but the last two tensors have `_PIECE` words, or are all."""
+    # Elements of 8 bytes are two words each: as one, the signs of two numbers in a row would cancel in its sum.
     if bits.element_size() == _WORD:
         for piece in _pieces(bits, _PIECE // 2):
             yield piece.view(torch.int32).to(torch.int64)
@@ -298,11 +294,7 @@ def _has_words_in_rows(bits: Tensor) -> bool:
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """Return the squared norm of a floating-point tensor, and 64 sums with random signs.
-
-    The tensor is cut into lines, and every 64th line belongs to one sum. A sign is that of a place in the line, other
-    ones for each sum, times that of the line.
-    """
+    """Return the squared norm of a floating-point tensor, and 64 sums with random signs."""
     width, device = _line(tensor.numel()), tensor.device
     signs = _weights(0, _BINS * width, device).sign().to(torch.float32).view(_BINS, width)
     pieces = _pieces(tensor, _SKETCHED_BYTES // max(4, tensor.element_size()))
@@ -310,6 +302,8 @@ def _sketch(tensor: Tensor) -> Tensor:
     if not found:
         return torch.zeros(1 + _BINS, device=device)
     norms, sums = zip(*found, strict=True)
+    # The tensor is cut into lines, and every 64th line belongs to one sum. A sign is that of a place in the line, other
+    # ones for each sum, times that of the line.
     lines = torch.cat(sums)
     lines *= _weights(_BINS * width, lines.numel(), device).sign().view_as(lines)
     return torch.cat([torch.stack(norms).square_().sum().view(1), lines.sum(0)])

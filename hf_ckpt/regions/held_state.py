@@ -231,7 +231,8 @@ class Held:
                 # Most layers do not read what they make anew, and to keep it would keep the last step's.
                 self._copies[leaf] = _Gone(tensor, leaf.name)
             # Without its graph, which is of an earlier step.
-            self.large[leaf] = _without_graph(tensor), tensor._version
+            plain = tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+            self.large[leaf] = plain, tensor._version
         self.large = {leaf: noted for leaf, noted in self.large.items() if leaf not in self._copies}
         return written
 
@@ -456,7 +457,7 @@ class _Gone(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch has it disabled
         name = next((each._name for each in args if isinstance(each, _Gone)), "a tensor")
         raise ChangedSinceForwardError(
-            f"A region that is recomputed reads {name}, in the place of which its forward has put another tensor: what "
+            f"A region that is recomputed reads {name}, but its forward has put another tensor in its place. What "
             f"was there is not kept, as it has more than {SMALL_BYTES} bytes. Write into it in place, or leave the "
             "layer out of the policy."
         )
@@ -501,10 +502,6 @@ def _copied(objects: Mapping[_Leaf, Any]) -> dict[_Leaf, Any]:
         else:
             found[leaf] = value.detach().clone().requires_grad_(value.requires_grad)
     return found
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 def _version(value: Any) -> int:

@@ -29,6 +29,7 @@ from hf_ckpt.regions.execution_state import qualified_name
 from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
+from hf_ckpt.regions.put_back import put_back
 from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error, what_to_do
 from hf_ckpt.upstream.accelerate import HOOK
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
@@ -417,8 +418,8 @@ class _Layout:
         numbers, names = self.hooks_now(), self.held.names()
         if numbers != self._kinds[0] or names is not self._kinds[1]:
             functions = chain(map(attrgetter("forward"), self.modules), *map(dict.values, self._hooks))
-            # Tools of torch (FLOP counters) only watch.
-            others = (each for each in functions if not str(getattr(each, "__module__", "")).startswith("torch.utils."))
+            # Tools of torch (FLOP counters) only watch, and so do this package's when they follow a step.
+            others = (each for each in functions if not _only_watches(each))
             self._kinds = numbers, names, {*names, *map(_code_of, others)}
         return self._kinds[2]
 
@@ -509,7 +510,12 @@ class _Note:
         now = held.look()
         is_same = now is found.shape
         if not is_same:
-            self._check_names(state, now.differences(found.shape))
+            # Attributes of adapters and engines cannot be brought back.
+            names = now.differences(found.shape)
+            if _MERGED in names:
+                state.refuse("adapters were merged or unmerged", (), "Call backward before that.")
+            if layout.is_sharded and not names.isdisjoint(_FLAGS):
+                self._refuse_sharded(state)
         # Copies of tensors alone another thread need not find.
         is_shared = state.runs_elsewhere() and is_same and not changes
         is_set = not is_shared and (changes or found.has_copies or not is_same)
@@ -532,11 +538,19 @@ class _Note:
         layout = self._layout
         changes: list[_Change] = []
         if _all_require_grad(tensors) != self._requires_grad:
-            changes += self._changes_of_requires_grad(tensors)
+            changes += [
+                partial(_set_requires_grad, tensor, was)
+                for tensor, was in zip(tensors, self._requires_grad, strict=True)
+                if tensor is not None and tensor.requires_grad is not was and tensor.is_leaf
+            ]
             if changes and layout.is_sharded:
                 self._refuse_sharded(state)
         if layout.hooks_now() != self._hook_numbers:
-            changes += self._changes_of_hooks()
+            (_, found), none = layout.hooks_copied(), [dict[int, Any]() for _ in _HOOKS]
+            for position in sorted({*found, *self._hooks}):
+                was, now = self._hooks.get(position, none), found.get(position, none)
+                if _others(was) != _others(now):
+                    changes.append(partial(_set_hooks, layout.hooked[position], was))
         return changes
 
     def _refuse_sharded(self, state: ModuleState) -> NoReturn:
@@ -579,30 +593,6 @@ class _Note:
         if other_buffers:
             state.refuse(_OTHER_BUFFERS, other_buffers, _BEFORE_THAT)
 
-    def _changes_of_requires_grad(self, tensors: Sequence[Any]) -> list[_Change]:
-        return [
-            partial(_set_requires_grad, tensor, was)
-            for tensor, was in zip(tensors, self._requires_grad, strict=True)
-            if tensor is not None and tensor.requires_grad is not was and tensor.is_leaf
-        ]
-
-    def _changes_of_hooks(self) -> list[_Change]:
-        """Return what restores the hooks of the forward."""
-        changes: list[_Change] = []
-        (_, found), none = self._layout.hooks_copied(), [dict[int, Any]() for _ in _HOOKS]
-        for position in sorted({*found, *self._hooks}):
-            was, now = self._hooks.get(position, none), found.get(position, none)
-            if _others(was) != _others(now):
-                changes.append(partial(_set_hooks, self._layout.hooked[position], was))
-        return changes
-
-    def _check_names(self, state: ModuleState, names: set[str]) -> None:
-        """Refuse attributes of engines and adapters that cannot be brought back."""
-        if _MERGED in names:
-            state.refuse("adapters were merged or unmerged", (), "Call backward before that.")
-        if self._layout.is_sharded and not names.isdisjoint(_FLAGS):
-            self._refuse_sharded(state)
-
 
 def _refuse_slices(state: ModuleState, names: Sequence[str]) -> NoReturn:
     raise UnsupportedError(
@@ -635,13 +625,12 @@ def _set_hooks(module: Any, was: Sequence[dict[int, Any]]) -> Callable[[], None]
         kept = {number: hook for number, hook in before.items() if hook is not None or number in now}
         place.update({number: now[number] if hook is None else hook for number, hook in kept.items()})
         place.update({number: hook for number, hook in now.items() if number in ours})
-    return partial(_put_hooks_back, hooks, found)
 
+    def put_hooks_back() -> None:
+        for place, before in zip(hooks, found, strict=True):
+            put_back(place, before)
 
-def _put_hooks_back(hooks: Sequence[dict[int, Any]], found: Sequence[dict[int, Any]]) -> None:
-    for place, before in zip(hooks, found, strict=True):
-        place.clear()
-        place.update(before)
+    return put_hooks_back
 
 
 # --- Hooks on the gradients of weights. ---
@@ -649,10 +638,8 @@ def _put_hooks_back(hooks: Sequence[dict[int, Any]], found: Sequence[dict[int, A
 
 @contextmanager
 def gradient_hooks_put_back(tensors: Iterable[Any]) -> Iterator[None]:
-    """Let the hooks on the gradients of trainable tensors be, when the block ends, those that were there before it.
-
-    For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
-    """
+    """Let the hooks on the gradients of trainable tensors be, when the block ends, those that were there before it."""
+    # For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
     weights = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     before, number = _gradient_hooks(weights), RemovableHandle.next_id
     try:
@@ -694,11 +681,7 @@ def _gradient_hooks(weights: Sequence[Tensor]) -> list[tuple[tuple[tuple[int, An
 
 
 def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """Take off what was placed, and put back what was taken off.
-
-    A forward may exchange the hook that it placed the last time. Then it goes on with the handle of the new one, or
-    with the old one's if that is put back: either takes off both.
-    """
+    """Take off what was placed, and put back what was taken off."""
     now = dict(hooks)
     kept = {number for number in before if _is_in_force(number, now)}
     gone = [number for number in before if number not in kept and _is_in_force(number, before)]
@@ -711,6 +694,8 @@ def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> N
         (number, now[number] if number in kept else hook) for number, hook in before.items() if number in wanted
     )
     hooks.update((number, now[number]) for number in linked)
+    # A forward may exchange the hook that it placed the last time. Then it goes on with the handle of the new one, or
+    # with the old one's if that is put back: either takes off both.
     for new, old in zip(placed, gone, strict=False):
         hook = hooks[old]
         numbers = (*(hook.numbers if isinstance(hook, _Exchanged) else (old,)), new)
@@ -760,6 +745,10 @@ def is_ours(value: Any) -> bool:
     while isinstance(value, partial):
         value = value.func
     return str(getattr(value, "__module__", "")).partition(".")[0] == "hf_ckpt"
+
+
+def _only_watches(function: Any) -> bool:
+    return is_ours(function) or str(getattr(function, "__module__", "")).startswith("torch.utils.")
 
 
 def _code_of(function: Any) -> Hashable:

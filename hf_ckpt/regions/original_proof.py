@@ -256,10 +256,8 @@ class OriginalCall:
             node.register_prehook(lambda gradients: self._note_output_gradient(number, gradients[place]))
 
     def _watch_what_passes_through(self, proof: CallProof, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Run the original when the gradient of an output comes: no recomputation is to be expected.
-
-        What the region returns, it was given, or it has no graph. So the inputs are held here.
-        """
+        """Run the original when the gradient of an output comes: no recomputation is to be expected."""
+        # What the region returns, it was given, or it has no graph. So the inputs are held here.
         inputs = [each.detach() for each in inputs]
 
         def run_original(_: Tensor, proof: CallProof = proof) -> None:

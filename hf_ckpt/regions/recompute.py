@@ -223,11 +223,9 @@ class _Forward:
 
 @contextmanager
 def hooks_exchanged(*own: Any) -> Iterator[None]:
-    """Put other saved-tensor hooks in the place of the innermost ones for the block; none take those away.
-
-    The public `saved_tensors_hooks` can only be stacked: hooks on top would hide the tensors from hooks that the user
-    placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
-    """
+    """Put other saved-tensor hooks in the place of the innermost ones for the block; none take those away."""
+    # The public `saved_tensors_hooks` can only be stacked: hooks on top would hide the tensors from hooks that the user
+    # placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
     found = top_saved_tensors_hooks(False)
     pop_saved_tensors_hooks()
     if own:
@@ -241,10 +239,8 @@ def hooks_exchanged(*own: Any) -> Iterator[None]:
 
 
 def _packed_directly() -> AbstractContextManager[None]:
-    """Have what a recomputation saves packed without asking torch's compiler out of the way, where it has no work.
-
-    torch from 2.13 on asks it so for each tensor, in Python, which shows where tensors are small.
-    """
+    """Have what a recomputation saves packed without asking torch's compiler out of the way, where it has no work."""
+    # torch from 2.13 on asks it so for each tensor, in Python, which shows where tensors are small.
     hooks = None if HOOKS.gone or has_compiled() else top_saved_tensors_hooks(False)
     directly = None if hooks is None else getattr(hooks[0], "__wrapped__", None)
     return nullcontext() if hooks is None or directly is None else hooks_exchanged(directly, hooks[1])
@@ -265,11 +261,7 @@ class GradientInside(BaseException):
 
 
 def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, which runs `call` for the first time.
-
-    If the call takes a gradient inside of itself, its region runs once more from the start, and from then on holds what
-    it saves until its forward ends: a recomputation inside of the forward would take what is kept for the backward.
-    """
+    """Return what `run` returns, which runs `call` for the first time."""
     holds = call.state.takes_gradients
     try:
         return run()
@@ -277,6 +269,9 @@ def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
         if holds:
             raise
         random_state = found.random_state
+    # If the call takes a gradient inside of itself, its region runs once more from the start, and from then on holds
+    # what it saves until its forward ends: a recomputation inside of the forward would take what is kept for the
+    # backward.
     call.state.takes_gradients = True
     random_state.restore()
     with started_again():
@@ -598,11 +593,9 @@ class Call:
 
 
 def _aliased(aliases: dict[int, Tensor], value: Any) -> Any:
-    """Return an argument of a recomputation: in the place of tensors with a graph, others that no backward comes to.
-
-    Hooks on gradients that a forward places on what it is given are there already. Those of its recomputation are to
-    act on nothing. `aliases` has those of the call by the `id` of the tensors: layers may ask whether two are one.
-    """
+    """Return an argument of a recomputation: in the place of tensors with a graph, others that no backward comes to."""
+    # Hooks on gradients that a forward places on what it is given are there already. Those of its recomputation are to
+    # act on nothing. `aliases` has those of the call by the `id` of the tensors: layers may ask whether two are one.
     if isinstance(value, Tensor):
         if value.requires_grad and id(value) not in aliases:
             # A leaf or none, as in the forward: only a leaf takes some hooks, and only what is none may be written to.
@@ -638,15 +631,13 @@ def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tens
 
 
 def arguments_of(function: Function, args: Sequence[Any]) -> tuple[Function, dict[int | str, Any]]:
-    """Return a function and its arguments, those of a `partial` too: positional ones by number, others by keyword.
-
-    Every key/value cache is taken out: recomputation would append to it a second time. The seam of transformers goes
-    by the names of keyword arguments, others in each version, and GPT-2 passes its cache by position.
-    """
+    """Return a function and its arguments, those of a `partial` too: positional ones by number, others by keyword."""
     keywords: dict[Any, Any] = {}
     if isinstance(function, partial):
         args, keywords, function = (*function.args, *args), function.keywords, function.func
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **keywords}
+    # Every key/value cache is taken out: recomputation would append to it a second time. The seam of transformers goes
+    # by the names of keyword arguments, others in each version, and GPT-2 passes its cache by position.
     caches = [place for place, value in arguments.items() if is_cache(value)]
     if caches and not getattr(type(layer := _layer_of(function, args)), READS_CACHE_ONLY, False):
         if any(is_filled(arguments[place], layer) for place in caches):

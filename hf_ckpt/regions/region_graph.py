@@ -77,11 +77,9 @@ def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[
 
 
 def leads_around(nodes: set[Node], goals: Goals, weights: set[Tensor]) -> bool:
-    """Whether a backward through these nodes would reach one of the weights by nodes that were there before them.
-
-    Those may belong to the backward that runs. To run such a node inside of itself hangs: torch locks it. Casts of
-    weights, which autocast keeps, are no others' nodes: they save nothing.
-    """
+    """Whether a backward through these nodes would reach one of the weights by nodes that were there before them."""
+    # Those may belong to the backward that runs. To run such a node inside of itself hangs: torch locks it. Casts of
+    # weights, which autocast keeps, are no others' nodes: they save nothing.
     todo = [
         following
         for node in nodes
@@ -189,10 +187,8 @@ def acts_in_backward(module: nn.Module) -> bool:
 
 @contextmanager
 def without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
-    """Take the gradient hooks of weights away for the block: autograd calls them whether a gradient comes or not.
-
-    Their gradients too, and what else is set on them: functions of others may do so by hand.
-    """
+    """Take the gradient hooks of weights away for the block: autograd calls them whether a gradient comes or not."""
+    # Their gradients too, and what else is set on them: functions of others may do so by hand.
     attributes = [(weight, dict(vars(weight))) for weight in weights]
     gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
     for weight, _ in gradients:

@@ -39,6 +39,8 @@ _TOLERANCE = 2.0**-8
 _FEWEST_ALONE, _MOST_ALONE = 4, 8
 _SHARE_ALONE = 16
 """One of so many positions runs alone: that costs a fifth of a forward, or less."""
+_MOST_OFF, _MOST_OFF_IN_BRANCHES = 0.5, 0.2
+"""A larger share of positions that differ is no rounding; the second where slices run different operators."""
 
 
 class PositionsAlone:
@@ -67,9 +69,19 @@ class PositionsAlone:
         return whole.index_select(self._dim, index.to(whole.device, non_blocking=True))
 
     def outputs_differ(
-        self, run: Function, inputs: Sequence[Tensor], need_gradients: Sequence[bool], wholes: Sequence[Tensor]
+        self,
+        run: Function,
+        inputs: Sequence[Tensor],
+        need_gradients: Sequence[bool],
+        wholes: Sequence[Tensor],
+        *,
+        has_branches: bool = False,
     ) -> Tensor | None:
-        """Return whether the positions give other values alone than `wholes` have, on the device; None: not known."""
+        """Return whether the positions give other values alone than `wholes` have, on the device; None: not known.
+
+        `has_branches`: the slices ran different operators, as where a module branches on the first value of what it
+        gets. The positions then all take the branch of the first slice.
+        """
         if self._leading[-1] < 2 or any(isinstance(x, FakeTensor) or x.is_meta for x in inputs):
             return None
         expected, now = [self.at(whole) for whole in wholes], RandomState.of(inputs)
@@ -80,7 +92,7 @@ class PositionsAlone:
             outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
             if not now.is_same(self._before) or not RandomState.of(inputs).is_same(now):
                 return None
-        return _any_differ(expected, outputs)
+        return _any_differ(expected, outputs, _MOST_OFF_IN_BRANCHES if has_branches else _MOST_OFF)
 
     def _note_hook(self) -> None:
         self.places_hooks = True
@@ -133,15 +145,15 @@ def _spread(num_positions: int) -> Tensor:
 
 
 @torch.no_grad()
-def _any_differ(expected: Sequence[Tensor], got: Sequence[Tensor]) -> Tensor | None:
+def _any_differ(expected: Sequence[Tensor], got: Sequence[Tensor], most_off: float = _MOST_OFF) -> Tensor | None:
     if len(expected) != len(got):
         return None
-    found = [_differ(one, other) for one, other in zip(expected, got, strict=True) if one.is_floating_point()]
+    found = [_differ(one, other, most_off) for one, other in zip(expected, got, strict=True) if one.is_floating_point()]
     return torch.stack(found).any() if found else None
 
 
-def _differ(expected: Tensor, got: Tensor) -> Tensor:
-    """Return whether most positions differ by more than rounding; a router may send one elsewhere for such an error.
+def _differ(expected: Tensor, got: Tensor, most_off: float) -> Tensor:
+    """Return whether many positions differ by more than rounding; a router may send one elsewhere for such an error.
 
     `expected` is [..., n, F...]; the norm is that of the last dimension. `got` has as many elements.
     """
@@ -154,8 +166,8 @@ def _differ(expected: Tensor, got: Tensor) -> Tensor:
     # A position whose norm is next to nothing need not agree in any digit.
     scale = norms + 0.1 * norms.mean()
     is_off = ((one - other).norm(dim=-1) > tolerance * scale) & scale.isfinite()
-    most: Tensor = is_off.float().mean() > 0.5
-    return most
+    many: Tensor = is_off.float().mean() > most_off
+    return many
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype:
@@ -224,8 +236,10 @@ def _escape(module: nn.Module) -> UnsupportedError:
 
 def weights_used(
     module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> set[int]:
-    """Return which weights a slice's outputs were computed with, by position; those of an idle expert are not.
+) -> tuple[set[int], set[str]]:
+    """Return which weights a slice's outputs were computed with, by position, and by which operators.
+
+    The weights of an idle expert are not among them.
 
     Raises `UnsupportedError` if the module computes with a trainable tensor that it neither holds nor takes as an
     argument, and that would not train.
@@ -236,12 +250,14 @@ def weights_used(
     ends = {weight.grad_fn: position for position, weight in enumerate(weights) if weight.grad_fn is not None}
     found: set[int] = set()
     seen: set[Any] = set()
+    operators: set[str] = set()
     waiting: list[Any] = [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        operators.add(node.name())
         leaf = getattr(node, "variable", None)
         if node in ends:
             found.add(ends[node])
@@ -255,7 +271,7 @@ def weights_used(
                 f"{list(leaf.shape)} that is neither its own parameter nor its argument, and that would get no "
                 "gradient. Leave tiles out for its layer."
             )
-    return found
+    return found, operators
 
 
 # --- The proof of a step. ---

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -52,7 +53,7 @@ from hf_ckpt.regions.tile_checks import (
     weights_used,
 )
 from hf_ckpt.structure.stored import weight_shape
-from hf_ckpt.upstream.torch import keeps_graph_of_backward
+from hf_ckpt.upstream.torch import FakeTensor, keeps_graph_of_backward
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import RegionProof
@@ -81,6 +82,8 @@ class Tiling:
         self.proof = proof
         # Whether a call has shown that its positions depend on no others.
         self.is_checked = False
+        # The sets of differentiable operators that the module was proven with.
+        self.proven_operators: set[frozenset[str]] = set()
         # A simulation runs some of them only, of a tiling that recomputes: it knows what the others would do.
         self.slices_to_run: SlicesToRun = _all_slices
 
@@ -138,6 +141,9 @@ class _Slices:
         self._alone = PositionsAlone(cut.dim, inputs, self._random_state)
         # Whether positions give other values alone, if only the device knows.
         self._differ: Tensor | None = None
+        # By slice that ran forward, the differentiable operators in its graph.
+        self._operators: list[set[str]] = []
+        self._is_unproven = False
         self._proof = None
         if call_proof is not None and not call_proof.is_simulated:
             self._proof = TileProof(call_proof, self._alone, cut.dim, inputs)
@@ -178,6 +184,11 @@ class _Slices:
                 parts |= found
             outputs = self._joined.take()
             self._compare_alone(inputs, outputs)
+        operators = frozenset(chain.from_iterable(self._operators))
+        if self._tiling.proof is not None and operators not in self._tiling.proven_operators:
+            # The module takes this branch for the first time. It may mix positions by less than shows in its outputs.
+            self._tiling.proven_operators.add(operators)
+            self._is_unproven = not any(isinstance(tensor, FakeTensor) for tensor in inputs)
         # The others must not be in the graph: hooks on the gradients of idle experts would be called for nothing.
         self._weights = [self._weights[position] for position in sorted(parts)]
         return outputs
@@ -189,7 +200,13 @@ class _Slices:
             return
         wholes = [output for output in outputs if output is not None]
         with self._autocast.restored(), extra_run():
-            differ = self._alone.outputs_differ(self._call.run, inputs, self._needs_gradient, wholes)
+            differ = self._alone.outputs_differ(
+                self._call.run,
+                inputs,
+                self._needs_gradient,
+                wholes,
+                has_branches=any(operators != self._operators[0] for operators in self._operators),
+            )
         is_first, self._tiling.is_checked = not self._tiling.is_checked, True
         if differ is None or (differ.device.type != "cpu" and not is_first):
             # The host does not wait for a device: the backward asks.
@@ -217,7 +234,9 @@ class _Slices:
     def _put(self, piece: _Slice, weights: Sequence[Tensor], start: int, length: int) -> set[int]:
         self._joined.put(piece.returned, start, length)
         outputs = [output for output in outputs_of(piece.returned) if output is not None]
-        return weights_used(self._module, outputs, piece.inputs, weights)
+        found, operators = weights_used(self._module, outputs, piece.inputs, weights)
+        self._operators.append(operators)
+        return found
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs and of the weights, from those of the outputs, slice by slice."""
@@ -247,7 +266,7 @@ class _Slices:
                     self._add_gradients(piece, parts, [self._narrow(whole, start, length) for whole in wholes], sums)
                     del piece, parts
         totals = [total.take() for total in sums]
-        if proof is not None or self._acts_on_gradients():
+        if proof is not None or self._is_unproven or self._acts_on_gradients():
             self._proof = None
             with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
                 if proof is not None:

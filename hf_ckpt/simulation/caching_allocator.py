@@ -13,18 +13,6 @@ Note [The rules]. Those of `c10/cuda/CUDACachingAllocator.cpp`:
   that is wholly free (`release_cached_blocks`), before it asks again.
 - With `expandable_segments:True` there is one segment for each stream and kind, which grows at its end, and what is
   left over is always cut off.
-
-Note [What wrapping leaves free]. FSDP1 makes the shares of its units before the first step, and all of this is in use
-for a moment, and held by the allocator from then on:
-- Unit by unit, the root last: the weights are moved to the device, copied into one tensor and freed, and a share of
-  that is copied (`flatten_tensors_into_flat_param` and `shard` in `torch/distributed/fsdp/_flat_param.py`).
-- Where rank 0 sends its weights (`sync_module_states`), it sends buckets of 250 MiB or more, which are copies where
-  they hold more than one weight (`broadcast_coalesced`). Up to torch 2.7 NCCL still reads them when they are freed, so
-  that they are of use again when the unit is done. Later versions let go of them a little sooner: not told apart here.
-- In mixed precision accelerate casts the shares of trained weights to float32 when all are made. The model's parameters
-  are views of the shares as they were until the first forward.
-- Before the first forward `init_flat_param_attributes` makes what each unit gathers into, the root's first, and empties
-  it: in mixed precision in both dtypes.
 """
 
 from __future__ import annotations
@@ -41,44 +29,35 @@ import numpy as np
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, FlatParameter, Sizes, Storage, Stream, Tape
 
-BLOCK_BYTES = 512
-"""Every block is a multiple of this."""
-_MIB = 2**20 // BLOCK_BYTES
-"""Sizes and addresses are counted in blocks of 512 bytes."""
+BLOCK_BYTES = 512  # Every block is a multiple of this.
+_MIB = 2**20 // BLOCK_BYTES  # Sizes and addresses are counted in blocks of 512 bytes.
 _LARGEST_SMALL = _MIB
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
 _LEAST_OWN_SEGMENT = 10 * _MIB
 _SEGMENT_UNIT = 2 * _MIB
+# So many freed weights of units may still be in use when the next one is gathered (FSDP1's `limit_all_gathers`).
 _GATHERED_AT_ONCE = 2
-"""So many freed weights of units may still be in use when the next one is gathered (FSDP1's `limit_all_gathers`)."""
-_SENT_AT_ONCE = 1
-"""So many freed buffers of gradients may still be in use when the next one is made."""
-_BROADCAST_BYTES = 250 * 2**20
-"""torch's `PARAM_BROADCAST_BUCKET_SIZE`."""
+_SENT_AT_ONCE = 1  # So many freed buffers of gradients may still be in use when the next one is made.
+_BROADCAST_BYTES = 250 * 2**20  # torch's `PARAM_BROADCAST_BUCKET_SIZE`.
+# That are played where the device is full. Some training steps never settle: each gives back the same again.
 _MOST_STEPS = 8
-"""That are played where the device is full. Some training steps never settle: each gives back the same again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """What the allocator holds of a device that has not as much as it would reserve."""
 
-    num_bytes: int
-    """The most in any step; more than the device has where it runs out of memory."""
-    settled_bytes: int
-    """The most in each step of a training that has gone on for a while."""
-    retries_per_step: int
-    """How often it then has to give back what it holds unused."""
+    num_bytes: int  # The most in any step; more than the device has where it runs out of memory.
+    settled_bytes: int  # The most in each step of a training that has gone on for a while.
+    retries_per_step: int  # How often it then has to give back what it holds unused.
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
     """What the allocator gives a training that begins, in bytes of one rank."""
 
-    reserved_bytes: int
-    """The most that it holds."""
-    blocks: Sizes
-    """What storages lie in: torch counts whole blocks as allocated."""
+    reserved_bytes: int  # The most that it holds.
+    blocks: Sizes  # What storages lie in: torch counts whole blocks as allocated.
 
 
 def play(tape: Tape, *, expands: bool = False) -> Played:
@@ -94,14 +73,12 @@ def play(tape: Tape, *, expands: bool = False) -> Played:
 
 
 def held_within(tape: Tape, limit_bytes: int) -> Held:
-    """Return what the allocator holds of a device that has so much for it.
-
-    What it gives back may come to be missed steps later, so that steps are played until one changes nothing.
-    """
+    """Return what the allocator holds of a device that has so much for it."""
     allocator = CachingAllocator(limit_bytes=limit_bytes)
     steps = _Steps(tape, allocator)
     steps.play_first()
     num_segments = num_retries = retries = most = settled = 0
+    # What it gives back may come to be missed steps later, so that steps are played until one changes nothing.
     for number in range(_MOST_STEPS):
         if number:
             allocator.begin_step()
@@ -124,10 +101,8 @@ class _Steps:
         self._allocator = allocator
         storages = tape.columns.storages
         self._before = _blocks_before(allocator, tape.before)
-        self._blocks = [self._before.get(storage) for storage in storages]
-        """That are in use."""
-        self._last = list(self._blocks)
-        """In which each storage lies, or lay last."""
+        self._blocks = [self._before.get(storage) for storage in storages]  # That are in use.
+        self._last = list(self._blocks)  # In which each storage lies, or lay last.
         asked, lag_of = cache(allocator.asked), cache(_lag_of)
         self._asked = [asked(storage.num_bytes, storage.stream) for storage in storages]
         self._lags = [lag_of(storage.stream, storage.is_sent) for storage in storages]
@@ -146,6 +121,7 @@ class _Steps:
 
     def play_next(self) -> None:
         """Play one more step."""
+        # At the end of a step the Trainer looks at its loss, and so waits for the device.
         self._free_still_read()
         self._play(self._changes)
 
@@ -173,10 +149,7 @@ class _Steps:
                     free(block)
 
     def _free_still_read(self) -> None:
-        """Free what other streams had in use.
-
-        At the end of a step the Trainer looks at its loss, and so waits for the device.
-        """
+        """Free what other streams had in use."""
         for block in chain.from_iterable(self._still_read.values()):
             self._allocator.free(block)
         self._still_read.clear()
@@ -195,17 +168,24 @@ def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> 
 
 
 def _blocks_of_shares(allocator: CachingAllocator, units: Sequence[FlatParameter]) -> list[Block]:
-    """Return the blocks of the shares of FSDP1's units, the root's last. See Note [What wrapping leaves free]."""
+    """Return the blocks of the shares of FSDP1's units, the root's last.
+
+    It makes them before the first step. What is in use for a moment meanwhile is held by the allocator from then on.
+    """
     loaded = [_loaded_share(allocator, unit) for unit in units]
     root_first = [len(units) - 1, *range(len(units) - 1)] if units else []
+    # In mixed precision accelerate casts the shares of trained weights to float32 when all are made.
     kept = {
         number: allocator.allocate(units[number].share_bytes)
         for number in root_first
         if units[number].share_bytes != units[number].loaded_bytes
     }
     for number in root_first:
+        # Before the first forward `init_flat_param_attributes` makes what each unit gathers into, the root's first, and
+        # empties it: in mixed precision in both dtypes.
         for num_bytes in units[number].emptied:
             allocator.free(allocator.allocate(num_bytes))
+    # The model's parameters are views of the shares as they were until the first forward.
     for number in kept:
         allocator.free(loaded[number])
     return [kept.get(number, share) for number, share in enumerate(loaded)]
@@ -213,24 +193,26 @@ def _blocks_of_shares(allocator: CachingAllocator, units: Sequence[FlatParameter
 
 def _loaded_share(allocator: CachingAllocator, unit: FlatParameter) -> Block:
     """Return the block of a share as its weights were loaded."""
-    weights = [allocator.allocate(num_bytes) for num_bytes in unit.weights]
-    sent = [allocator.allocate(sum(bucket)) for bucket in _broadcast_buckets(unit) if len(bucket) > 1]
-    flat = allocator.allocate(sum(unit.weights))
-    for each in weights:
-        allocator.free(each)
-    share = allocator.allocate(unit.loaded_bytes)
-    for each in (flat, *sent):
-        allocator.free(each)
-    return share
-
-
-def _broadcast_buckets(unit: FlatParameter) -> list[list[int]]:
+    # Where rank 0 sends its weights (`sync_module_states`), it sends buckets of 250 MiB or more.
     buckets: list[list[int]] = []
     for num_bytes in unit.weights if unit.is_broadcast else ():
         if not buckets or sum(buckets[-1]) >= _BROADCAST_BYTES:
             buckets.append([])
         buckets[-1].append(num_bytes)
-    return buckets
+    weights = [allocator.allocate(num_bytes) for num_bytes in unit.weights]
+    # They are copies where they hold more than one weight (`broadcast_coalesced`).
+    sent = [allocator.allocate(sum(bucket)) for bucket in buckets if len(bucket) > 1]
+    # The weights are on the device, copied into one tensor and freed, and a share of that is copied
+    # (`flatten_tensors_into_flat_param` and `shard` in `torch/distributed/fsdp/_flat_param.py`).
+    flat = allocator.allocate(sum(unit.weights))
+    for each in weights:
+        allocator.free(each)
+    share = allocator.allocate(unit.loaded_bytes)
+    # Up to torch 2.7 NCCL still reads the buckets when they are freed, so that they are of use again when the unit is
+    # done. Later versions let go of them a little sooner: not told apart here.
+    for each in (flat, *sent):
+        allocator.free(each)
+    return share
 
 
 def _lag_of(stream: Stream, is_sent: bool) -> int:
@@ -256,16 +238,12 @@ class _Pool:
     """Free blocks of one kind."""
 
     is_small: bool
-    cuts_all: bool
-    """Whether all that is left over of a block is cut off, and not only what is large."""
+    cuts_all: bool  # Whether all that is left over of a block is cut off, and not only what is large.
+    # The size and the begin of each in one number, the smallest first, of equal ones the lowest.
     keys: list[int] = field(default_factory=list)
-    """The size and the begin of each in one number, the smallest first, of equal ones the lowest."""
-    ends: dict[int, int] = field(default_factory=dict)
-    """By where they begin."""
-    begins: dict[int, int] = field(default_factory=dict)
-    """By where they end."""
-    top: int = 0
-    """Where the one segment ends that grows."""
+    ends: dict[int, int] = field(default_factory=dict)  # By where they begin.
+    begins: dict[int, int] = field(default_factory=dict)  # By where they end.
+    top: int = 0  # Where the one segment ends that grows.
 
     @property
     def segment_size(self) -> int:
@@ -273,11 +251,9 @@ class _Pool:
         return _SMALL_SEGMENT if self.is_small else _LARGE_SEGMENT
 
 
-Block = tuple[int, int, _Pool]
-"""A part of a segment that is in use: where it begins and ends, and its pool."""
+Block = tuple[int, int, _Pool]  # A part of a segment that is in use: where it begins and ends, and its pool.
 
-_SIZE_BITS = 40
-"""Addresses have no more."""
+_SIZE_BITS = 40  # Addresses have no more.
 _ADDRESS = 2**_SIZE_BITS - 1
 
 
@@ -287,15 +263,13 @@ class CachingAllocator:
     def __init__(self, *, expands: bool = False, limit_bytes: int | None = None) -> None:
         self._reserved = 0
         self._most_reserved = 0
-        self.num_segments = 0
-        """How many it has ever asked the device for."""
+        self.num_segments = 0  # How many it has ever asked the device for.
+        # How often the device had no room for one (`num_alloc_retries` of `torch.cuda.memory_stats`).
         self.num_retries = 0
-        """How often the device had no room for one (`num_alloc_retries` of `torch.cuda.memory_stats`)."""
         self._expands = expands
         self._limit = None if limit_bytes is None else limit_bytes // BLOCK_BYTES
         self._segments: dict[int, int] = {}
-        self.wait_for_streams: Callable[[], None] = lambda: None
-        """Frees what other streams still read."""
+        self.wait_for_streams: Callable[[], None] = lambda: None  # Frees what other streams still read.
         self._pools: dict[tuple[Stream, bool], _Pool] = {}
         self._end = 0
 

@@ -40,10 +40,9 @@ from hf_ckpt.upstream.torch import (
     tree_leaves,
 )
 
-_MAX_ELEMENTS = 2**22
-"""Larger tensors, such as a mask [S, S], stay fake."""
+_MAX_ELEMENTS = 2**22  # Larger tensors, such as a mask [S, S], stay fake.
+# The same for floating-point numbers: a padding mask may be one, a table of positions needs no values.
 _MAX_FLOATS = 2**18
-"""The same for floating-point numbers: a padding mask may be one, a table of positions needs no values."""
 
 
 def fold(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Outputs | None]:
@@ -61,8 +60,13 @@ def fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, O
 
 def _fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if function in _INDEXING and not has_values(args[0]):
-        # What is all real runs for real as it is.
-        args = (args[0], _without_masks(args[1]), *args[2:])
+        # What is all real runs for real as it is. In the stead of a mask with values stand the places that it selects:
+        # so many elements are known then.
+        indices: list[Any] = []
+        for each in args[1]:
+            is_mask = isinstance(each, Tensor) and each.dtype is torch.bool and has_values(each)
+            indices.extend(_run_real(torch.Tensor.nonzero, (each,), {}).unbind(1) if is_mask else (each,))
+        args = (args[0], indices, *args[2:])
     return _fold(function, args, kwargs)
 
 
@@ -93,10 +97,11 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _run_real(function, args, kwargs)
 
 
+# What calls look like whose output is small, or that read values: they need not be tried on fake tensors first.
 _run_for_real = set[Hashable]()
-"""What calls look like whose output is small, or that read values: they need not be tried on fake tensors first."""
 
 
+# Read and write at places: the second argument has an index for each dimension, or a mask for several.
 _INDEXING = frozenset(
     (
         torch.ops.aten.index.Tensor,
@@ -105,20 +110,10 @@ _INDEXING = frozenset(
         INDEX_PUT,
     )
 )
-"""Read and write at places: the second argument has an index for each dimension, or a mask for several."""
 
 
-def _without_masks(indices: Any) -> list[Any]:
-    """Return the places that a mask with values selects in its stead: so many elements are known then."""
-    found: list[Any] = []
-    for each in indices:
-        is_mask = isinstance(each, Tensor) and each.dtype is torch.bool and has_values(each)
-        found.extend(_run_real(torch.Tensor.nonzero, (each,), {}).unbind(1) if is_mask else (each,))
-    return found
-
-
+# Storages that are real, and whose values are lost: something without values was written into them.
 _overwritten = set[int]()
-"""Storages that are real, and whose values are lost: something without values was written into them."""
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -149,19 +144,11 @@ def _run_real(function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-_ROW_BYTES = 16
-"""Rows of a grouped product begin at multiples of this."""
+_ROW_BYTES = 16  # Rows of a grouped product begin at multiples of this.
 
 
 RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, LookupError, TypeError)
 """What code raises that is given tensors without values, or other inputs than it expects."""
-
-
-def _asks_for_values(error: Exception) -> bool:
-    """Whether `numpy`, a text or another function outside of torch was given a tensor without values."""
-    return ".numpy() is not supported" in str(error) or (
-        isinstance(error, TypeError) and FakeTensor.__name__ in str(error)
-    )
 
 
 def to_unsupported_error(
@@ -187,7 +174,10 @@ def to_unsupported_error(
     line, package = raised_at(error)
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         asked = str(error.func)
-    elif _asks_for_values(error):
+    elif ".numpy() is not supported" in str(error) or (
+        isinstance(error, TypeError) and FakeTensor.__name__ in str(error)
+    ):
+        # `numpy`, a text or another function outside of torch was given a tensor without values.
         asked = f'{type(error).__name__} "{error}"'
     else:
         return UnsupportedError(
@@ -237,11 +227,9 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Make the output of grouped products, such as those of a mixture's experts.
-
-    torch's own fake kernel takes bfloat16 only, and pads rows only in builds for CUDA. The CPU kernel takes all
-    floating types and always pads.
-    """
+    """Make the output of grouped products, such as those of a mixture's experts."""
+    # torch's own fake kernel takes bfloat16 only, and pads rows only in builds for CUDA. The CPU kernel takes all
+    # floating types and always pads.
     dtype = out_dtype or mat1.dtype
     rows, columns = mat1.shape[-2], mat2.shape[-1]
     is_batch = mat1.dim() == mat2.dim()
@@ -254,24 +242,18 @@ def _grouped_mm(
 
 
 def _dense(function: Callable[..., Any], num_inputs: int, *args: Any, **kwargs: Any) -> Any:
-    """Normalise a batch: the kernels return what is dense, where torch's fake ones keep the order of dimensions.
-
-    So what is transposed before and after has to be copied for the product that comes next.
-    """
-    laid = _densely_laid(args[num_inputs - 1])
+    """Normalise a batch: the kernels return what is dense, where torch's fake ones keep the order of dimensions."""
+    # So what is transposed before and after has to be copied for the product that comes next.
+    laid = args[num_inputs - 1]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    of_images = formats.get(laid.dim(), torch.contiguous_format)
+    if not laid.is_contiguous() and not laid.is_contiguous(memory_format=of_images):
+        laid = torch.empty_like(laid, memory_format=torch.contiguous_format)
     given = (
         each if each.stride() == laid.stride() else torch.empty_like(laid, dtype=each.dtype)
         for each in args[:num_inputs]
     )
     return function(*given, *args[num_inputs:], **kwargs)
-
-
-def _densely_laid(tensor: Tensor) -> Tensor:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    of_images = formats.get(tensor.dim())
-    if tensor.is_contiguous() or (of_images is not None and tensor.is_contiguous(memory_format=of_images)):
-        return tensor
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, _: Any, target_lengths: Any, *options: Any) -> Any:

@@ -198,12 +198,10 @@ def this_device() -> Device:
 
 
 def _own_workspace(capability: tuple[int, int]) -> int:
-    """Return what torch gives cuBLAS on the current card.
-
-    torch 2.13 has a function for it; before, torch's rules are here.
-    """
+    """Return what torch gives cuBLAS on the current card."""
     import torch
 
+    # torch 2.13 has a function for it; before, torch's rules are here.
     workspace_size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
     if workspace_size is not None:
         return int(workspace_size())

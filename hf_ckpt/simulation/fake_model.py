@@ -41,8 +41,7 @@ class FakeCopy:
     """A copy of a model whose tensors are fake."""
 
     model: nn.Module
-    mode: FakeTensorMode
-    """It has to run in this mode."""
+    mode: FakeTensorMode  # It has to run in this mode.
     _memo: Mapping[int, Any]
 
     def copy_of(self, original: Any) -> Any:
@@ -107,9 +106,17 @@ def meta_copy(model: nn.Module) -> nn.Module:
     partitioned gets its whole shape.
     """
     copied, _ = _deep_copy(model, _on_meta, is_cuda=False)
+    module: Any
     for module in copied.modules():
-        _move_scales_to_weight(module)
-        _take_autocast_off(module)
+        state: Any = stored(module, "state")
+        if type(module).__module__.startswith("bitsandbytes.") and getattr(state, "SCB", None) is not None:
+            # Another copy looks for an 8-bit layer's scales where they are before its first forward.
+            module.weight.SCB = state.SCB
+            state.CB = state.SCB = None
+        # The forward that accelerate has put autocast around. accelerate itself follows `__wrapped__` to find it, past
+        # the one that trl puts on the model: to that of the class.
+        if (original := vars(module).pop(FORWARD_BEFORE_AUTOCAST, None)) is not None:
+            module.forward = original
         # A wrapper shows the attributes of what it wraps.
         if vars(module).get(FLAG):
             setattr(module, FLAG, False)
@@ -117,16 +124,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
     bare: nn.Module = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     note_original(bare, model)
     return bare
-
-
-def _take_autocast_off(module: nn.Module) -> None:
-    """Put back the forward that accelerate has put autocast around.
-
-    accelerate itself follows `__wrapped__` to find it, past the one that trl puts on the model: to that of the class.
-    """
-    original = vars(module).pop(FORWARD_BEFORE_AUTOCAST, None)
-    if original is not None:
-        module.forward = original
 
 
 def _deep_copy(
@@ -174,7 +171,6 @@ def _generators_in(value: Any, seen: set[int]) -> Iterator[torch.Generator]:
             yield from _generators_in(each, seen)
 
 
-_ATOMS = frozenset({bool, int, float, str, bytes, type(None), types.FunctionType, types.MethodType})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -203,10 +199,7 @@ def _as_parameter(made: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 class EmptyCopies(TorchFunctionMode):
-    """Lets a deep copy put the output of `empty` in the place of each tensor, wherever a module holds it.
-
-    PEFT keeps some in dictionaries, such as the numbers of virtual tokens.
-    """
+    """Lets a deep copy put the output of `empty` in the place of each tensor, wherever a module holds it."""
 
     def __init__(self, empty: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -214,6 +207,7 @@ class EmptyCopies(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make an empty tensor where Python would copy one."""
+        # PEFT keeps some in dictionaries, such as the numbers of virtual tokens.
         if function is Tensor.__deepcopy__:
             return self._empty(args[0])
         return function(*args, **(kwargs or {}))
@@ -224,13 +218,11 @@ _COLLECTS_STATES = "transformers.utils.output_capturing"  # Not in every support
 
 
 def _fill_stand_in(made: nn.Module, original: nn.Module, like: nn.Module) -> None:
-    """Let a stand-in have the settings of its original, and show what `like` holds without holding it.
-
-    Of the hooks it has those by which transformers collects hidden states, which it puts on when they are first asked
-    for: models such as LLaVA pick one by its number.
-    """
+    """Let a stand-in have the settings of its original, and show what `like` holds without holding it."""
     nn.Module.__init__(made)
     hooks = vars(made).copy()
+    # It has those by which transformers collects hidden states, which it puts on when they are first asked for: models
+    # such as LLaVA pick one by its number.
     collecting = {key: hook for key, hook in original._forward_hooks.items() if hook.__module__ == _COLLECTS_STATES}
     hooks["_forward_hooks"] = OrderedDict(collecting)
     held = {name: value for kind in _HELD for name, value in vars(like)[kind].items()}
@@ -246,33 +238,19 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _move_scales_to_weight(module: Any) -> None:
-    """Put an 8-bit layer's scales where they are before its first forward: another copy looks for them there."""
-    state: Any = stored(module, "state")
-    if type(module).__module__.startswith("bitsandbytes.") and getattr(state, "SCB", None) is not None:
-        module.weight.SCB = state.SCB
-        state.CB = state.SCB = None
-
-
 # --- Functions that a model holds: forwards on instances, hooks, settings. ---
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 _SIZED = (tuple, list, dict)
-_MAX_ENTRIES = 500
-"""Of a container that functions close over and that is looked into."""
+_MAX_ENTRIES = 500  # Of a container that functions close over and that is looked into.
 
 
 class _Rebinding:
-    """Makes the functions that a copy holds anew, over the copied modules and tensors.
+    """Makes the functions that a copy holds anew, over the copied modules and tensors."""
 
-    Python does not copy functions: a forward that closes over the one before it, as those of monkey patches do, and a
-    hook over a module would run the model itself, and leave gradients there.
-
-    Args:
-        memo: of the deep copy.
-    """
-
+    # Python does not copy functions: a forward that closes over the one before it, as those of monkey patches do, and a
+    # hook over a module would run the model itself, and leave gradients there.
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
         self._cells: dict[int, types.CellType] = {}

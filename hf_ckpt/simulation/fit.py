@@ -23,13 +23,12 @@ class Fit(StrEnum):
     """What it allocates has no room next to the least that the context takes."""
 
 
+# One part in so many is kept free: what torch reserves is predicted that well (docs/accuracy.md), and among several
+# processes it depends on how far the host runs ahead.
 _MARGIN = 100
-"""One part in so many is kept free: what torch reserves is predicted that well (docs/accuracy.md), and among several
-processes it depends on how far the host runs ahead."""
 
 
-_PROCESS = GIB
-"""Of a machine that trains on its CPU: the interpreter, torch and transformers themselves."""
+_PROCESS = GIB  # Of a machine that trains on its CPU: the interpreter, torch and transformers themselves.
 
 
 @dataclass(frozen=True, slots=True)

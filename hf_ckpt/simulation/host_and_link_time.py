@@ -26,8 +26,7 @@ from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively, role_
 from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tape import Columns, Tape, TransferKind
 
-_UNITS_AHEAD = 2
-"""Units that FSDP1's host may let go of before the device does."""
+_UNITS_AHEAD = 2  # Units that FSDP1's host may let go of before the device does.
 
 
 class LaunchQueue:
@@ -114,11 +113,8 @@ class LaunchQueue:
 def queue_operators(tape: Tape, device: Device, plan: Plan | None, *, limits_units: bool = False) -> None:
     """Let operators wait for the host and for other ranks, in the order of the whole step.
 
-    Args:
-        tape: of one rank, with the seconds that each operator keeps the device busy.
-        device: that it runs on.
-        plan: that is in force.
-        limits_units: whether the host waits for units to be let go of, as under FSDP1.
+    The tape is of one rank, with the seconds that each operator keeps the device busy. `limits_units`: whether the host
+    waits for units to be let go of, as under FSDP1.
     """
     queue = LaunchQueue(device, limits_units=limits_units)
     columns = tape.columns

@@ -65,8 +65,7 @@ class RealTensors:
         self._names: dict[int | None, tuple[str, ...]] = {_address(tensor): name for name, tensor in tensors}
         self._names.pop(None, None)
         self.is_guarded = bool(self._names)
-        self.error: RealModelReachedError | None = None
-        """The first refusal. The model's own code may have caught it."""
+        self.error: RealModelReachedError | None = None  # The first refusal. The model's own code may have caught it.
 
     def check(self, values: Collection[Any], running: Running) -> None:
         """Refuse arguments of an operator that runs if a tensor of a real model is among them."""
@@ -148,12 +147,25 @@ def isolated(
         )
 
 
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Put back the states of torch's generators (CPU and current GPU), numpy's global one and Python's afterwards."""
+    state, of_numpy = random.getstate(), np.random.get_state()  # the global one
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # upstream
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(of_numpy)
+
+
 _MAX_NAMED = 5
+# Of `torch.nn.modules.module` (torch 2.13): those that `register_module_forward_hook` and the like have placed.
 _HOOKS_OF_ALL = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
 )
-"""Of `torch.nn.modules.module` (torch 2.13): those that `register_module_forward_hook` and the like have placed."""
 
 
 class Snapshot:
@@ -229,8 +241,7 @@ class Snapshot:
 _DICTS = frozenset({dict, OrderedDict})
 _HELD = frozenset({"_parameters", "_buffers", "_modules"})
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_SMALL_NUMEL = 2**16
-"""Of a tensor that is copied in case it is written to."""
+_SMALL_NUMEL = 2**16  # Of a tensor that is copied in case it is written to.
 
 
 def _putting_back(thing: Any) -> Callable[[], bool] | None:
@@ -305,14 +316,10 @@ def _put_values_back(tensor: Tensor, version: int, before: Tensor | None, gradie
 
 
 class _Reached:
-    """Finds what code of the user's can write to: what its functions close over, and the globals that they name.
-
-    Args:
-        snapshot: that is to note it.
-        real: models that are looked at by themselves.
-    """
+    """Finds what code of the user's can write to: what its functions close over, and the globals that they name."""
 
     def __init__(self, snapshot: Snapshot, real: Iterable[nn.Module]) -> None:
+        # Real models are looked at by themselves.
         self._snapshot = snapshot
         # What is kept here cannot give its address to another object.
         self._seen: dict[int, Any] = {id(module): module for model in real for module in model.modules()}
@@ -392,8 +399,7 @@ class _Reached:
 
 _PLAIN = (bool, int, float, complex, str, bytes, BuiltinFunctionType, torch.dtype, torch.device, FakeTensor)
 _MAX_DEPTH = 8
-_MAX_ENTRIES = 500
-"""Of a container that is looked into."""
+_MAX_ENTRIES = 500  # Of a container that is looked into.
 _MAX_REACHED = 20000
 
 

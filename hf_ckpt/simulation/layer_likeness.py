@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.structure.layers import Layer, Stack
 
 _INDEX = "layer_idx"
-_RECENT = 8
-"""Kinds of layers, the last ones, that a layer is compared with: each comparison takes time."""
+_RECENT = 8  # Kinds of layers, the last ones, that a layer is compared with: each comparison takes time.
 
 
 def number_kinds(stacks: Sequence[Stack], apart: set[nn.Module]) -> dict[nn.Module, Hashable]:
@@ -82,12 +81,12 @@ def number_at(module: nn.Module, place: Place) -> Any:
 # --- Two layers, side by side. ---
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Which of the hooks are called in another way, by the number of each.
 _OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-"""Which of the hooks are called in another way, by the number of each."""
+# No step runs these.
 _UNSEEN = frozenset(
     "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks _load_state_dict_post_hooks".split()
 )
-"""No step runs these."""
 _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"})
 
 
@@ -209,6 +208,7 @@ def _slots(kind: type) -> Sequence[str]:
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, types.CodeType)
 _VALUES = (*_ATOMS, set, frozenset)
+# Of kinds of things: what they hold.
 _PARTS: tuple[tuple[Any, Callable[[Any], Sequence[Any]]], ...] = (
     ((list, tuple, deque), list),
     (dict, lambda held: [*held, *held.values()]),
@@ -224,7 +224,6 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Sequence[Any]]], ...] = (
     # A number of its own each; and no step of a copy has random values.
     ((RemovableHandle, torch.Generator), lambda _: []),
 )
-"""Of kinds of things: what they hold."""
 
 
 # --- What is made of an index. ---

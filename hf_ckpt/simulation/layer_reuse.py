@@ -46,9 +46,9 @@ class _StackReuse(PartlyTraced):
     """Which layers of a stack are skipped."""
 
     layers: tuple[Layer, ...]
+    # As `representatives`, of layers that are not even copied. What torch reserves depends on the order of the
+    # weights, and that on which layers are copied: it is the same whether segments are cut or not.
     left_out: Mapping[int, int]
-    """As `representatives`, of layers that are not even copied. What torch reserves depends on the order of the
-    weights, and that on which layers are copied: it is the same whether segments are cut or not."""
 
     def traced_segments(self) -> list[int | None]:
         """Return the segments of the traced layers, and, for a skipped one, that of the traced one before it.
@@ -80,8 +80,8 @@ class LayerReuse:
     """Which layers of a model are skipped, because a traced layer represents them."""
 
     stacks: tuple[_StackReuse, ...]
+    # By layer that represents others, by the name of a module in it, and where that has its index: what was asked.
     _answers: dict[nn.Module, dict[tuple[str, Place], list[Answer]]] = field(default_factory=dict)
-    """By layer that represents others, by the name of a module in it, and where that has its index: what was asked."""
 
     @classmethod
     def choose(
@@ -96,13 +96,8 @@ class LayerReuse:
     ) -> LayerReuse:
         """Choose the layers that need no tracing under a plan. Raises `CannotReuseError`.
 
-        Args:
-            stacks: of the model.
-            plan: None for none.
-            signatures: by layer, as it stands in its list. See `layer_likeness`.
-            unlike: of `CannotReuseError`.
-            held: see `held_to_original`.
-            cuts: whether to trace parts of segments; else each is traced whole, or not at all.
+        `signatures`: by layer, as it stands in its list, see `layer_likeness`. `unlike`: of `CannotReuseError`. `held`:
+        see `held_to_original`. `cuts`: whether to trace parts of segments; else each is traced whole, or not at all.
         """
         chosen = []
         for number, stack in enumerate(stacks):
@@ -276,7 +271,12 @@ def represented(
     segments = segments or (None,) * len(kinds)
     around = [None, *kinds, None]
     own = [idx if idx in apart else None for idx in range(len(kinds))]
-    keys = list(zip(around, around[1:], around[2:], own, _places_in_segments(segments), strict=False))
+    # Of each layer, its place in its segment and the segment's length.
+    placed = [
+        None if segment is None else (idx - segments.index(segment), segments.count(segment))
+        for idx, segment in enumerate(segments)
+    ]
+    keys = list(zip(around, around[1:], around[2:], own, placed, strict=False))
     first: dict[Hashable, int] = {}
     for idx, key in enumerate(keys):
         first.setdefault(key, idx)
@@ -289,12 +289,6 @@ def represented(
     while further := _in_segments(segments, traced) or _over_gap(kinds, traced):
         traced |= further
     return {idx: first[key] for idx, key in enumerate(keys) if idx not in traced}
-
-
-def _places_in_segments(segments: Sequence[int | None]) -> Iterator[tuple[int, int] | None]:
-    """Yield, for each layer, its place in its segment and the segment's length."""
-    for idx, segment in enumerate(segments):
-        yield None if segment is None else (idx - segments.index(segment), segments.count(segment))
 
 
 def _in_segments(segments: Sequence[int | None], traced: set[int]) -> set[int]:
@@ -344,8 +338,7 @@ class _Call:
     start: int
     end: int = 0
     signature: object = None
-    form: list[bool] | None = None
-    """Which items of its output are tensors; None where that is the tensor itself."""
+    form: list[bool] | None = None  # Which items of its output are tensors; None where that is the tensor itself.
 
 
 class _RecordedCalls:
@@ -471,10 +464,7 @@ def run_unlike(
 
 
 def _actions(tracker: Tracker, events: Sequence[Event]) -> _Actions | None:
-    """Return what is equal for slices that do the same; None if a slice cannot be repeated.
-
-    What it allocates it has to free, or to leave to an object that is there for all slices.
-    """
+    """Return what is equal for slices that do the same; None if a slice cannot be repeated."""
     actions: _Actions = []
     slots: dict[Storage, int] = {}
     freed = set[Storage]()
@@ -490,6 +480,7 @@ def _actions(tracker: Tracker, events: Sequence[Event]) -> _Actions | None:
             if event.change is MemoryChange.FREE:
                 freed.add(storage)
         actions.append((event.place, event.change, look, event.seconds, event.num_flops, event.is_copy))
+    # What it allocates it has to free, or to leave to an object that is there for all slices.
     owners = {slot: tracker.owner_of(storage) for storage, slot in slots.items() if storage not in freed}
     if any(owner is None for owner in owners.values()):
         return None

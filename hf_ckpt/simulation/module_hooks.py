@@ -37,8 +37,8 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
                 hooks.enter_context(layer.outer.register_forward_pre_hook(begin, prepend=True))
                 hooks.enter_context(layer.outer.register_forward_hook(partial(end, mark)))
         for module, place in places.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(_enter, tracker, place), prepend=True))
-            hooks.enter_context(module.register_forward_hook(partial(_leave, tracker), always_call=True))
+            hooks.enter_context(module.register_forward_pre_hook(partial(tracker.enter_module, place), prepend=True))
+            hooks.enter_context(module.register_forward_hook(tracker.leave_module, always_call=True))
             if module in parts:
                 hooks.enter_context(module.register_forward_hook(partial(_track_output, tracker, place, None)))
         for name, parameter in model.named_parameters():
@@ -93,14 +93,6 @@ def _places(model: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Place]
 def _parts(layer: Layer) -> Iterator[tuple[nn.Module, str]]:
     for part in PARTS:
         yield from ((layer.submodule(name), part) for name in getattr(layer, part))
-
-
-def _enter(tracker: Tracker, place: Place, module: nn.Module, args: Any) -> None:
-    tracker.enter_module(place)
-
-
-def _leave(tracker: Tracker, module: nn.Module, args: Any, output: Any) -> None:
-    tracker.leave_module()
 
 
 def _enter_layer(tracker: Tracker, mark: Mark, module: nn.Module, args: Any) -> None:

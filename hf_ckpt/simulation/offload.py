@@ -32,10 +32,8 @@ class _SentTensor:
     """The handle of a tensor that was sent."""
 
     layout: TensorLayout
-    values: Tensor
-    """On the host; where tensors are fake, an empty fake tensor that others can be made of."""
-    ready: Tensor | None = None
-    """The tensor back on the device, where it was prefetched."""
+    values: Tensor  # On the host; where tensors are fake, an empty fake tensor that others can be made of.
+    ready: Tensor | None = None  # The tensor back on the device, where it was prefetched.
 
 
 class SimulatedLink(Link):

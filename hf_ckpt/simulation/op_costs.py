@@ -23,32 +23,24 @@ from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tracker import is_without_memory
 from hf_ckpt.upstream.torch import OperatorBase, schema_of
 
-Formula = Callable[[Any, Any, Any], int]
-"""FLOPs of an operator's arguments, named arguments and output."""
+Formula = Callable[[Any, Any, Any], int]  # FLOPs of an operator's arguments, named arguments and output.
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
     """What one operator does."""
 
-    num_flops: int
-    """As torch's `FlopCounterMode` counts them."""
-    num_bytes: int
-    """Read and written in the device's memory."""
-    dtype: str = ""
-    """Of its products, such as `bfloat16`; empty where it has none."""
-    num_effective_flops: int = 0
-    """Those really computed: a causal attention kernel leaves out half."""
-    is_attention: bool = False
-    """Whether it is a fused attention kernel, which runs at a rate of its own."""
-    is_cudnn: bool = False
-    """Whether that kernel is cuDNN's."""
+    num_flops: int  # As torch's `FlopCounterMode` counts them.
+    num_bytes: int  # Read and written in the device's memory.
+    dtype: str = ""  # Of its products, such as `bfloat16`; empty where it has none.
+    num_effective_flops: int = 0  # Those really computed: a causal attention kernel leaves out half.
+    is_attention: bool = False  # Whether it is a fused attention kernel, which runs at a rate of its own.
+    is_cudnn: bool = False  # Whether that kernel is cuDNN's.
     product: tuple[int, int, int] = (0, 0, 0)
     """Matrices, and rows and columns of each, that a product computes; zeros where it is none."""
 
 
-FREE = OperatorCost(0, 0)
-"""The cost of a view, or of allocating memory."""
+FREE = OperatorCost(0, 0)  # The cost of a view, or of allocating memory.
 
 
 def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> OperatorCost:
@@ -80,7 +72,10 @@ def busy_seconds(cost: OperatorCost, device: Device) -> float:
         share = device.matmul_efficiency * busy_share(cost.product, device.num_multiprocessors)
         if cost.is_attention:
             share = attention_efficiency(device, is_cudnn=cost.is_cudnn)
-        computing = cost.num_effective_flops / (_rate(cost.dtype, device) * share)
+        # Eight-bit products run at least at the rate of float16; float64 is left to those who train with it.
+        dtype = "float16" if "8" in cost.dtype else cost.dtype
+        rate = device.matmul_flops.get(dtype, device.matmul_flops["float32"])
+        computing = cost.num_effective_flops / (rate * share)
     moving = cost.num_bytes / (device.memory_bandwidth * device.bandwidth_efficiency)
     return device.kernel_seconds + max(computing, moving)
 
@@ -105,8 +100,8 @@ def copy_seconds(num_bytes: int, device: Device, *, between_ranks: bool = False)
     return num_bytes / (link * device.link_efficiency) if link else 0.0
 
 
+# Rows and columns, or columns and rows, of the blocks in which cuBLAS computes products, largest first.
 _TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
-"""Rows and columns, or columns and rows, of the blocks in which cuBLAS computes products, largest first."""
 
 
 @lru_cache(maxsize=4096)
@@ -145,12 +140,6 @@ def attention_efficiency(device: Device, *, is_cudnn: bool) -> float:
     return 0.60
 
 
-def _rate(dtype: str, device: Device) -> float:
-    # Eight-bit products run at least at the rate of float16; float64 is left to those who train with it.
-    name = "float16" if "8" in dtype else dtype
-    return device.matmul_flops.get(name, device.matmul_flops["float32"])
-
-
 # --- What kind of operator it is. ---
 
 
@@ -158,28 +147,17 @@ def _rate(dtype: str, device: Device) -> float:
 class _OperatorKind:
     """What the schema of an overload says, found once."""
 
-    is_free: bool = True
-    """Whether it moves no bytes."""
-    formula: Formula | None = None
-    """FLOPs of its arguments and output."""
-    causal: int = -1
-    """Index of its argument `is_causal`, or -1."""
-    is_attention: bool = False
-    """Whether it is a fused attention kernel."""
-    is_cudnn: bool = False
-    """Whether that kernel is cuDNN's."""
-    written: tuple[tuple[int, str], ...] = ()
-    """Indices and names of the arguments that it writes to."""
-    overwritten: bool = False
-    """Whether it writes them without reading them."""
-    returns_new: bool = True
-    """Whether what it returns is new memory."""
-    partly: tuple[int, int] | None = None
-    """Where it reads and writes a part only: see `_PARTLY`."""
-    is_batched: bool = False
-    """Whether its first dimension counts products, and its last two are those of each."""
-    is_product: bool = False
-    """Whether it multiplies matrices, and is no kernel of attention or convolution."""
+    is_free: bool = True  # Whether it moves no bytes.
+    formula: Formula | None = None  # FLOPs of its arguments and output.
+    causal: int = -1  # Index of its argument `is_causal`, or -1.
+    is_attention: bool = False  # Whether it is a fused attention kernel.
+    is_cudnn: bool = False  # Whether that kernel is cuDNN's.
+    written: tuple[tuple[int, str], ...] = ()  # Indices and names of the arguments that it writes to.
+    overwritten: bool = False  # Whether it writes them without reading them.
+    returns_new: bool = True  # Whether what it returns is new memory.
+    partly: tuple[int, int] | None = None  # Where it reads and writes a part only: see `_PARTLY`.
+    is_batched: bool = False  # Whether its first dimension counts products, and its last two are those of each.
+    is_product: bool = False  # Whether it multiplies matrices, and is no kernel of attention or convolution.
 
     def product_of(self, output: Any) -> tuple[int, int, int]:
         """Return `OperatorCost.product` of what it returned."""
@@ -201,6 +179,7 @@ _OVERWRITING = frozenset(
     """copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_copy_ _foreach_zero_""".split()
 )
 _ONLY_MADE = (0, 1)
+# How often as many bytes are read or written as the arguments but the first have, and as the output has.
 _PARTLY = {
     # They read as many rows of their first argument as they return, not all of it.
     **dict.fromkeys("embedding index index_select gather slice_copy select_copy nll_loss_forward".split(), (1, 2)),
@@ -209,7 +188,6 @@ _PARTLY = {
     # Indices and values are read, and as many rows of the first argument are read and written.
     **dict.fromkeys("index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ index_copy_".split(), (3, 0)),
 }
-"""How often as many bytes are read or written as the arguments but the first have, and as the output has."""
 
 
 @lru_cache(maxsize=4096)
@@ -283,8 +261,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _formula(name: str, function: Any) -> Formula | None:
-    own = _FORMULAS.get(name)
-    if own is not None:
+    if (own := _FORMULAS.get(name)) is not None:
         return own
     counted = flop_registry.get(getattr(function, "overloadpacket", None))
     return None if counted is None else lambda args, kwargs, output: int(counted(*args, **kwargs, out_val=output))

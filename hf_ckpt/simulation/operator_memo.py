@@ -55,8 +55,8 @@ class _Made:
 
 
 _CPU = torch.device("cpu")
+# By device: what a new fake tensor has in its `__dict__`, but for its mode.
 _attributes: dict[torch.device, dict[str, Any]] = {}
-"""By device: what a new fake tensor has in its `__dict__`, but for its mode."""
 
 
 def _fake_of(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
@@ -93,8 +93,8 @@ def fake_parameter(made: FakeTensor, *, requires_grad: bool = True) -> nn.Parame
     return found
 
 
+# Makes an output, from an operator's arguments and the mode of its tensors.
 _Make = Callable[[Any, FakeTensorMode], Any]
-"""Makes an output, from an operator's arguments and the mode of its tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,8 +102,7 @@ class Outputs:
     """What an operator returns. There is one such object for all calls that look the same."""
 
     outputs: tuple[_Make, ...]
-    container: type | None
-    """`tuple` or `list` of several; None of a single one."""
+    container: type | None  # `tuple` or `list` of several; None of a single one.
     has_one_cost: bool
     """Whether those calls read and write the same bytes: an expanded tensor has fewer than its shape says."""
 
@@ -128,12 +127,10 @@ def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tup
 def run_once(
     run: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Outputs | None]:
-    """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same.
-
-    In a backward, where no function of torch runs, a function mode would see each attribute of a tensor that is read:
-    most of the time of a step would go there.
-    """
+    """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same."""
     tensors: list[Tensor] = []
+    # In a backward, where no function of torch runs, a function mode would see each attribute of a tensor that is read:
+    # most of the time of a step would go there.
     with DisableTorchFunction():
         key = look(function, args, kwargs, tensors)
         mode = _mode_of(tensors)
@@ -158,10 +155,8 @@ def run_once(
 def look(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[Hashable, ...] | None:
-    """Return what a call looks like, as a key, and add its tensors to a list; None where more than that matters.
-
-    What is made of real tensors alone, and how large it is, may depend on their values too.
-    """
+    """Return what a call looks like, as a key, and add its tensors to a list; None where more than that matters."""
+    # What is made of real tensors alone, and how large it is, may depend on their values too.
     try:
         return function, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ()
     except _NotKnownError:

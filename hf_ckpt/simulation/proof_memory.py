@@ -121,14 +121,11 @@ class SimulatedCallProof(CallProof):
 
 @contextmanager
 def _counted_saves(on_save: Callable[[int], None]) -> Iterator[list[None]]:
-    """Count what autograd saves in the block; yields a list with as many items.
-
-    Where torch's checkpoint recomputes, `on_save` is called with each new count. The hooks that are on top take what is
-    saved.
-    """
+    """Count what autograd saves in the block; yields a list with as many items. `on_save` gets counts."""
     saved: list[None] = []
     pack, unpack = top_saved_tensors_hooks(False)
-    # It may have all that it needs in the middle of an operator. A segment reports that by itself.
+    # Where torch's checkpoint recomputes, it may have all that it needs in the middle of an operator. A segment reports
+    # that by itself.
     calls_back = RECOMPUTATION_HOOK in getattr(pack, "__qualname__", "")
 
     def counting(tensor: Tensor) -> Any:

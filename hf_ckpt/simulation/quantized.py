@@ -23,8 +23,8 @@ Workspace = tuple[tuple[int, ...], torch.dtype]
 
 _NESTED_BLOCK_SIZE = 256
 _CODE_SIZE = 256
+# What bitsandbytes and PEFT read on a 4-bit weight.
 _ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
-"""What bitsandbytes and PEFT read on a 4-bit weight."""
 
 
 def quantize_on_meta(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
@@ -34,7 +34,8 @@ def quantize_on_meta(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
     parameters get the shapes, dtypes and constants that loading gives them. PEFT can wrap the model afterwards
     (`low_cpu_mem_usage=True`). Raises `UnsupportedError` when bitsandbytes is missing or cannot quantise the model so.
     """
-    kinds = {name: module.weight.dtype for name, module in model.named_modules() if _is_weighted(module)}
+    weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
+    kinds = {name: weight.dtype for name, weight in weights if isinstance(weight, Tensor)}
     try:
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
         quantizer.validate_environment(device_map=None)
@@ -81,14 +82,15 @@ def restore_states(modules: Iterable[nn.Module], copies: Mapping[int, Any], *, i
                 # On a CPU with this instruction set, layers pack their weights anew in their first evaluation.
                 copied.support_avx512bf16_for_cpu = False
         else:
-            _restore_8bit(module, copied, is_cuda=is_cuda)
+            scales = _scales(module)[0]
+            copied.state.CB = copied.weight.data
+            copied.state.SCB = copied.weight.new_empty(scales.shape, dtype=scales.dtype)
+            copied.weight.CB = copied.weight.SCB = None
+            if is_cuda:
+                copied.forward = MethodType(_forward_8bit, copied)
 
 
 # --- Layers. ---
-
-
-def _is_weighted(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "weight", None), Tensor)
 
 
 def _is_quantized(module: Any) -> bool:
@@ -113,7 +115,12 @@ def _pack(module: Any, dtype: torch.dtype) -> None:
     if _is_4bit(module):
         _pack_4bit(module, dtype)
     elif not module.state.has_fp16_weights:
-        _pack_8bit(module)
+        from bitsandbytes.nn.modules import Int8Params
+
+        weight = Int8Params(module.weight.data.to(torch.int8), requires_grad=False)
+        weight.CB = weight.data
+        weight.SCB = weight.new_empty(module.weight.shape[0], dtype=torch.float32)
+        module.weight = weight
 
 
 def _pack_4bit(module: Any, dtype: torch.dtype) -> None:
@@ -153,28 +160,9 @@ def _state_tensors(state: Any) -> Iterator[Tensor]:
             yield from (value for value in vars(each).values() if isinstance(value, Tensor))
 
 
-def _pack_8bit(module: Any) -> None:
-    from bitsandbytes.nn.modules import Int8Params
-
-    rows = module.weight.shape[0]
-    weight = Int8Params(module.weight.data.to(torch.int8), requires_grad=False)
-    weight.CB = weight.data
-    weight.SCB = weight.new_empty(rows, dtype=torch.float32)
-    module.weight = weight
-
-
 def _scales(module: Any) -> list[Tensor]:
     # Before the first forward they lie on the weight, afterwards on the layer.
     return [each for each in (getattr(module.weight, "SCB", None), module.state.SCB) if each is not None]
-
-
-def _restore_8bit(module: Any, copied: Any, *, is_cuda: bool) -> None:
-    scales = _scales(module)[0]
-    copied.state.CB = copied.weight.data
-    copied.state.SCB = copied.weight.new_empty(scales.shape, dtype=scales.dtype)
-    copied.weight.CB = copied.weight.SCB = None
-    if is_cuda:
-        copied.forward = MethodType(_forward_8bit, copied)
 
 
 # --- 8-bit layers as CUDA computes them: the CPU computes with a dequantised copy of the weight instead. ---

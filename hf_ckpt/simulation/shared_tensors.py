@@ -45,10 +45,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: DTensor, make: Callable[[Tensor], Tensor]) -> DTensor:
-    """Return a tensor that is shared in the same way, whose memory is what `make` returns for that of `tensor`.
-
-    A part may be a view of what was loaded, all of which it keeps.
-    """
+    """Return a tensor that is shared in the same way, whose memory is what `make` returns for that of `tensor`."""
+    # A part may be a view of what was loaded, all of which it keeps.
     local = local_tensor(tensor).detach()
     held = make(torch.empty(local_bytes(tensor) // local.itemsize, dtype=local.dtype, device="meta"))
     return DTensor.from_local(
@@ -68,10 +66,8 @@ def local_bytes(tensor: DTensor) -> int:
 
 @contextmanager
 def shapes_found_apart() -> Iterator[None]:
-    """Let torch find the shapes of whole tensors without the modes of a simulation.
-
-    It runs operators on fake tensors for that, once for each, which are none of the step.
-    """
+    """Let torch find the shapes of whole tensors without the modes of a simulation."""
+    # It runs operators on fake tensors for that, once for each, which are none of the step.
     propagator, name = shape_finder(DTensor), FINDS_SHAPES
     found = dict(vars(propagator))
     setattr(propagator, name, partial(_apart, getattr(propagator, name)))

@@ -22,27 +22,26 @@ from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, play
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
-from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.fit import Capacity, Verdict, judge, unplayed_bytes
+from hf_ckpt.simulation.fsdp_tape import Fsdp1Tape, Fsdp2Tape
 from hf_ckpt.simulation.host_and_link_time import queue_operators
-from hf_ckpt.simulation.isolation import RealModelReachedError, isolated
+from hf_ckpt.simulation.isolation import RealModelReachedError, isolated, random_states_kept
 from hf_ckpt.simulation.layer_likeness import number_kinds
 from hf_ckpt.simulation.layer_reuse import LayerReuse, held_to_original, run_unlike, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
-from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
+from hf_ckpt.simulation.optimizers import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.proof_memory import SimulatedCallProof
-from hf_ckpt.simulation.random_states import random_states_kept
-from hf_ckpt.simulation.sharded_weights import compute_dtype, let_adapters_cast, weights_of
+from hf_ckpt.simulation.rank_tape import DdpTape, RankTape, compute_dtype, let_adapters_cast, weights_of
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
-from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, prepare_loss, run_evaluation_batch, run_step
+from hf_ckpt.simulation.step import MICRO_BATCHES, Step, prepare_loss, run_evaluation_batch, run_step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
-from hf_ckpt.simulation.tracker import Tracker, no_costs, parameters_and_buffers
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.simulation.zero_tape import ZeroTape
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.stored import stored
@@ -72,18 +71,15 @@ def simulate_step(
 class TracedStep:
     """A step that was simulated, event by event."""
 
-    tape: Tape
-    """Of all layers."""
-    host_bytes: int
-    """The most that lies on the host: what is offloaded, and the optimizer's paged state."""
+    tape: Tape  # Of all layers.
+    host_bytes: int  # The most that lies on the host: what is offloaded, and the optimizer's paged state.
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMemory:
     """What evaluation needs while training goes on."""
 
-    memory: StepMemory
-    """Of one batch. The optimizer has its state, gradients are freed."""
+    memory: StepMemory  # Of one batch. The optimizer has its state, gradients are freed.
     kept_bytes: int
     """What each batch leaves behind where predictions are kept, for `compute_metrics`: logits in the dtype in which the
     model returns them, and labels, of all ranks."""
@@ -100,19 +96,16 @@ class StepSimulator:
     """On `meta` or with its weights, in the dtypes that it trains in, with its adapters. It stays as it is."""
     step: Step
     device: Device
-    structure: Mapping[str, Any] = field(default_factory=dict)
-    """`layers`, `attention` and `ffn` of `apply`."""
+    structure: Mapping[str, Any] = field(default_factory=dict)  # `layers`, `attention` and `ffn` of `apply`.
     _known: _Known = field(default_factory=lambda: _Known(), repr=False)
 
     def with_step(self, step: Step) -> StepSimulator:
         """Return the simulator of another step of the same model. The two share what they remember."""
         return replace(self, step=step)
 
-    def anew(self, step: Step) -> StepSimulator:
-        """Return the simulator of another step that shares the layers and the optimizers, and no traced steps.
-
-        For a training that goes on: steps that were traced take hundreds of megabytes.
-        """
+    def without_traces(self, step: Step) -> StepSimulator:
+        """Return the simulator of another step that shares the layers and the optimizers, and no simulated steps."""
+        # Of a training that goes on: traced steps take hundreds of megabytes, and are free with their simulator.
         shared = replace(self._known, memories={}, prepared={}, traces={}, stacks=self.stacks)
         return replace(self, step=step, _known=shared)
 
@@ -127,7 +120,14 @@ class StepSimulator:
     def stacks(self) -> tuple[Stack, ...]:
         """The layers of the model. Raises `UnsupportedError` where the model cannot be simulated."""
         if not self._known.stacks:
-            _check_modules(self.model)
+            for name, module in self.model.named_modules():
+                # Its real kernel holds what a fake one does not.
+                if isinstance(module, nn.RNNBase):
+                    raise UnsupportedError(
+                        f'Module "{name}" cannot be simulated: the kernel of {type(module).__name__} keeps memory of '
+                        "its own, which differs from device to device. Measure a step on the device instead; for "
+                        "p-tuning, encoder_reparameterization_type: MLP does without it."
+                    )
             self._known.stacks = find_layers(self.model, **self.structure)
             shared = shared_layers(self.model, self._known.stacks)
             self._known.signatures.update(number_kinds(self._known.stacks, shared))
@@ -268,24 +268,23 @@ class StepSimulator:
         loss = self.step.loss
         if loss is None or not loss.prepares:
             return None
-        if self.step not in self._known.prepared:
-            with no_cycles_collected():
-                self._known.prepared[self.step] = self._prepared(loss)
-        return self._known.prepared[self.step]
-
-    def _prepared(self, loss: OwnLoss) -> StepMemory:
         step, device = self.step, self.device
-        fake, tracker = self._copied(None), self._tracker(has_costs=False)
-        _turn_cache_off(fake.model.train())
-        self._record_optimizer(tracker)
-        with self._tracked(fake, tracker) as others, track_references(fake.model, others.values(), tracker):
-            with tracker.before_step():
-                kept = loss.make_prepared(step)
-            tracker.record_existing(kept.items(), Category.TEMPORARY)
-            loss.prepare(step, fake.model, prepare_loss(fake.model, step, others, is_cuda=device.is_cuda))
-        tape = self._one_rank_tape(tracker.tape)
-        add_workspaces(tape, device, has_trained=True)
-        return read_tape(tape, device=device.name, plan=None, tokens=step.tokens)
+        if step in self._known.prepared:
+            return self._known.prepared[step]
+        with no_cycles_collected():
+            fake, tracker = self._copied(None), self._tracker(has_costs=False)
+            _turn_cache_off(fake.model.train())
+            self._record_optimizer(tracker)
+            with self._tracked(fake, tracker) as others, track_references(fake.model, others.values(), tracker):
+                with tracker.before_step():
+                    kept = loss.make_prepared(step)
+                tracker.record_existing(kept.items(), Category.TEMPORARY)
+                loss.prepare(step, fake.model, prepare_loss(fake.model, step, others, is_cuda=device.is_cuda))
+            tape = self._one_rank_tape(tracker.tape)
+            add_workspaces(tape, device, has_trained=True)
+            found = read_tape(tape, device=device.name, plan=None, tokens=step.tokens)
+        self._known.prepared[step] = found
+        return found
 
     def _evaluated(self, *, reuses_layers: bool) -> tuple[Tape, int]:
         """Return the tape of a batch of evaluation, and the bytes of its predictions and labels."""
@@ -316,11 +315,26 @@ class StepSimulator:
         return fake
 
     def _skip(self, reuse: LayerReuse, fake: FakeCopy, tracker: Tracker) -> None:
-        reuse.skip_layers(fake, self._names(), tracker)
-        self._record_left_out(reuse.stand_ins(), fake, tracker)
+        """Skip layers that others represent, and count the weights of those that the copy does not even have."""
+        names, known, layers = self._names(), self._known.tensors, reuse.stand_ins()
+        reuse.skip_layers(fake, names, tracker)
+        for layer in layers:
+            if layer not in known:
+                known[layer] = tuple(each for _, each in parameters_and_buffers(layer))
+        tensors = {id(each): each for layer in layers for each in known[layer]}
+        for tensor in tensors.values():
+            if isinstance(tensor, nn.Parameter):
+                tracker.record_weight_apart(names[tensor], tensor, compute_dtype(self.step, tensor))
+            elif not fake.has_copy_of(tensor):
+                tracker.record_weight_apart("", tensor, tensor.dtype)
 
     def _key(self, plan: Plan | None) -> _Key:
-        return self.step, _as_it_runs(plan)
+        # A plan that does nothing is none: nothing is recomputed or runs in tiles, and the head is the model's own.
+        if plan is None or plan.does_nothing:
+            return self.step, None
+        # Without what only its reader needs: the model's name, and why an entry is as it is.
+        unexplained = with_entries(plan, lambda entry: replace(entry, why="") if entry.why else entry)
+        return self.step, replace(unexplained, model_class="")
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
         unlike, signatures = set(self._known.unlike), self._known.signatures
@@ -372,7 +386,11 @@ class StepSimulator:
         if reuse is not None:
             self._skip(reuse, fake, tracker)
             reuse.note_indices(fake)
-        hooks = torch.autograd.graph.saved_tensors_hooks(tracker.record_saved, _as_it_is) if explains else nullcontext()
+        hooks = (
+            torch.autograd.graph.saved_tensors_hooks(tracker.record_saved, lambda saved: saved)
+            if explains
+            else nullcontext()
+        )
         then = None if step.optim is None else partial(self._step_optimizer, tracker)
         with (
             self._tracked(fake, tracker) as others,
@@ -407,13 +425,11 @@ class StepSimulator:
         if engine in ("none", "tp") or (engine == "ddp" and is_alone):
             return tape
         weights = weights_of(self.model, self.stacks, step)
-        if engine.startswith("zero"):
-            return ZeroTape(tape, weights, step, self.device).tape()
-        return RankTape(tape, weights, step, self.device, plan).tape()
+        return _ENGINES[engine](tape, weights, step, self.device, plan).tape()
 
     def _tracker(self, *, has_costs: bool) -> Tracker:
         rounding = BLOCK_BYTES if self.device.is_cuda else 1
-        costs = partial(_costs, self.device) if has_costs else no_costs
+        costs = partial(_costs, self.device) if has_costs else None
         run = fold_known if self.step.tensors or self.step.loss is not None else fold
         tracker = Tracker(rounding=rounding, costs=costs, run=run)
         tracker.tape.places = self._known.places
@@ -459,20 +475,6 @@ class StepSimulator:
             entered.enter_context(emulate_cuda(self.step, self.device, tracker))
             yield others
 
-    def _record_left_out(self, layers: Collection[nn.Module], fake: FakeCopy, tracker: Tracker) -> None:
-        """Count the weights of layers that the copy does not have."""
-        names = self._names()
-        known = self._known.tensors
-        for layer in layers:
-            if layer not in known:
-                known[layer] = tuple(each for _, each in parameters_and_buffers(layer))
-        tensors = {id(each): each for layer in layers for each in known[layer]}
-        for tensor in tensors.values():
-            if isinstance(tensor, nn.Parameter):
-                tracker.record_weight_apart(names[tensor], tensor, compute_dtype(self.step, tensor))
-            elif not fake.has_copy_of(tensor):
-                tracker.record_weight_apart("", tensor, tensor.dtype)
-
     def _optimizer(self, names: frozenset[str]) -> OptimizerStep:
         """Return the optimizer's state and step where the parameters with these names get a gradient."""
         step = replace(
@@ -503,10 +505,15 @@ class StepSimulator:
 
 _Key = tuple[Step, Plan | None]
 
-_MOST_TRIES = 4
-"""To find the layers that are like no other."""
+_ENGINES: Mapping[str, type[RankTape]] = {
+    "ddp": DdpTape,
+    "fsdp1": Fsdp1Tape,
+    "fsdp2": Fsdp2Tape,
+    **dict.fromkeys(("zero1", "zero2", "zero3"), ZeroTape),
+}
+_MOST_TRIES = 4  # To find the layers that are like no other.
+# Of the traced steps that are kept: some 200 MB, and as much again of those that the planner has read.
 _MAX_EVENTS = 1_500_000
-"""Of the traced steps that are kept: some 200 MB, and as much again of those that the planner has read."""
 
 
 @dataclass
@@ -514,25 +521,19 @@ class _Known:
     """What was found out of one model on one device, for all steps."""
 
     plans: dict[Policy | Plan, Plan] = field(default_factory=dict)
-    memories: dict[_Key, StepMemory] = field(default_factory=dict)
-    """Of `memory`."""
-    prepared: dict[Step, StepMemory] = field(default_factory=dict)
-    """Of `prepare`."""
+    memories: dict[_Key, StepMemory] = field(default_factory=dict)  # Of `memory`.
+    prepared: dict[Step, StepMemory] = field(default_factory=dict)  # Of `prepare`.
+    # The last ones, and those of the modes: the planner reads them layer by layer.
     traces: dict[_Key, TracedStep] = field(default_factory=dict)
-    """The last ones, and those of the modes: the planner reads them layer by layer."""
-    reserved: dict[tuple[Step, Plan | None, bool], int] = field(default_factory=dict)
-    """Of `reserved_bytes`."""
-    places: Places = field(default_factory=Places)
-    """Of all traces: most are in each of them."""
+    reserved: dict[tuple[Step, Plan | None, bool], int] = field(default_factory=dict)  # Of `reserved_bytes`.
+    places: Places = field(default_factory=Places)  # Of all traces: most are in each of them.
     optimizers: dict[tuple[Step, frozenset[str]], OptimizerStep] = field(default_factory=dict)
     names: dict[nn.Parameter, str] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
-    signatures: dict[nn.Module, Hashable] = field(default_factory=dict)
-    """By layer."""
-    unlike: set[tuple[int, int]] = field(default_factory=set)
-    """Layers that are like no other. See `CannotReuseError`."""
+    signatures: dict[nn.Module, Hashable] = field(default_factory=dict)  # By layer.
+    unlike: set[tuple[int, int]] = field(default_factory=set)  # Layers that are like no other. See `CannotReuseError`.
+    # What a layer holds on the device, by layer.
     tensors: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
-    """What a layer holds on the device, by layer."""
 
     def traced(self, key: _Key, trace: Callable[[], TracedStep]) -> TracedStep:
         """Return the traced step of a plan, and keep it for a while."""
@@ -559,35 +560,9 @@ def _is_uniform(plan: Plan | None) -> bool:
     return len(_entries(plan)) <= 1
 
 
-def _as_it_runs(plan: Plan | None) -> Plan | None:
-    """Return the plan without what only its reader needs: the model's name, and why an entry is as it is.
-
-    None for one that is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own.
-    """
-    if plan is None or plan.does_nothing:
-        return None
-    unexplained = with_entries(plan, lambda entry: replace(entry, why="") if entry.why else entry)
-    return replace(unexplained, model_class="")
-
-
-def _check_modules(model: nn.Module) -> None:
-    """Refuse a model with a module whose real kernel holds what a fake one does not."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            raise UnsupportedError(
-                f'Module "{name}" cannot be simulated: the kernel of {type(module).__name__} keeps memory of its own, '
-                "which differs from device to device. Measure a step on the device instead; for p-tuning, "
-                "encoder_reparameterization_type: MLP does without it."
-            )
-
-
 def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
     cost = operator_cost(function, args, kwargs, output)
     return busy_seconds(cost, device), cost.num_flops
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _turn_cache_off(model: nn.Module) -> None:

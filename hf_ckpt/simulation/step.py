@@ -1,4 +1,4 @@
-"""The training step to simulate, as the Trainer runs it: its sizes, precision, optimizer and engine, and `run_step`."""
+"""The training step to simulate, as the Trainer runs it: its inputs, precision, optimizer and engine; `run_step`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.inputs import InputTensor, Settings
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.trainer.batch import InputTensor, Settings
 from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.torch import run_backward, tree_leaves
 from hf_ckpt.upstream.transformers import CACHE
@@ -181,8 +181,7 @@ class Step:
 MICRO_BATCHES = 2
 """The first one makes the gradients, all others add to them."""
 
-_TOKEN = 5
-"""Every token of the step: one that means nothing special, such as padding."""
+_TOKEN = 5  # Every token of the step: one that means nothing special, such as padding.
 
 _Forward = Callable[..., Any]
 
@@ -212,7 +211,12 @@ def run_step(
     for number, inputs in enumerate(batches[:MICRO_BATCHES]):
         tracker.start_micro_batch(number)
         # Copied, as the Trainer moves inputs to the device in a new dictionary: trl's losses add to it.
-        _run_backward(loss_of({**inputs}))
+        loss = loss_of({**inputs})
+        # What `loss.backward()` does. That would be a function of torch to a function mode, which is off while one
+        # runs, and so while layers run forward again.
+        run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        # Its graph is freed before the next forward, as in the Trainer.
+        del loss
     if step_optimizer is not None:
         with tracker.phase(Phase.OPTIMIZER):
             step_optimizer()
@@ -272,12 +276,6 @@ def _scores_rows(model: nn.Module) -> bool:
     return getattr(model, "loss_type", None) == "ForSequenceClassification"
 
 
-def _run_backward(loss: Tensor) -> None:
-    # What `loss.backward()` does. That would be a function of torch to a function mode, which is off while one runs,
-    # and so while layers run forward again.
-    run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def prepare_loss(model: nn.Module, step: Step, others: Mapping[str, nn.Module], *, is_cuda: bool) -> Callable[..., Any]:
     """Return what computes the loss of a micro-batch: the model's own forward, or the step's own loss."""
     if step.loss is None:
@@ -333,5 +331,4 @@ def run_evaluation_batch(
     return sum(each.nbytes for each in kept if isinstance(each, Tensor))
 
 
-_LABELS = ("labels", "start_positions", "end_positions")
-"""What a forward is given to compute its loss."""
+_LABELS = ("labels", "start_positions", "end_positions")  # What a forward is given to compute its loss.

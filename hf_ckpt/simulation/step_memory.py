@@ -261,14 +261,11 @@ class StepMemory:
         moments, edges = self.timeline.stacked()
         named = {str(category): each for category, each in edges.items()}
         colours = {str(category): COLOURS[category] for category in edges}
-        drawn = html_svg.areas(moments, named, colours, label="memory over the step", over=self._over())
+        seconds = self.timeline.seconds
+        over, shown = "one step, event by event", seconds[-1] if seconds else 0.0
+        if shown:
+            # Of many micro-batches only those are simulated that differ.
+            is_whole = shown > 0.99 * self.time.total
+            over = f"one step: {shown:.3g} s" if is_whole else f"{shown:.3g} s; other micro-batches are like these"
+        drawn = html_svg.areas(moments, named, colours, label="memory over the step", over=over)
         return html_svg.element("div", drawn, class_="wide", style="overflow-x:auto") + html_svg.legend(colours)
-
-    def _over(self) -> str:
-        """Return what the picture's width stands for."""
-        shown = self.timeline.seconds[-1] if len(self.timeline.seconds) else 0.0
-        if not shown:
-            return "one step, event by event"
-        # Of many micro-batches only those are simulated that differ.
-        is_whole = shown > 0.99 * self.time.total
-        return f"one step: {shown:.3g} s" if is_whole else f"{shown:.3g} s; other micro-batches are like these"

@@ -34,56 +34,38 @@ class Stream(StrEnum):
     """Whose memory a storage is: CUDA's allocator keeps blocks of streams apart."""
 
     COMPUTE = "compute"
-    GATHER = "gather"
-    """Of weights that an engine gathers."""
-    COPY_IN = "copy in"
-    """Of what FSDP2 gathers, until it is copied into the weights, which are of `COMPUTE`."""
-    CAST = "cast"
-    """Of shares of weights that an engine casts before it gathers them."""
-    REDUCE = "reduce"
-    """Of gradients that an engine shares out."""
+    GATHER = "gather"  # Of weights that an engine gathers.
+    COPY_IN = "copy in"  # Of what FSDP2 gathers, until it is copied into the weights, which are of `COMPUTE`.
+    CAST = "cast"  # Of shares of weights that an engine casts before it gathers them.
+    REDUCE = "reduce"  # Of gradients that an engine shares out.
 
 
 @dataclass(frozen=True, slots=True)
 class FlatParameter:
-    """A unit of FSDP1, whose weights are one tensor, of which each rank keeps a share.
+    """A unit of FSDP1, whose weights are one tensor, of which each rank keeps a share."""
 
-    Args:
-        weights: bytes of each weight, whole, as it was loaded.
-        is_broadcast: whether rank 0 sends them to the others.
-        loaded_bytes: of the share as its weights were loaded.
-        share_bytes: of the share that is kept.
-        emptied: bytes of each tensor that is made, and emptied, before the first forward.
-    """
-
-    weights: tuple[int, ...]
-    is_broadcast: bool
-    loaded_bytes: int
-    share_bytes: int
-    emptied: tuple[int, ...]
+    weights: tuple[int, ...]  # Bytes of each weight, whole, as it was loaded.
+    is_broadcast: bool  # Whether rank 0 sends them to the others.
+    loaded_bytes: int  # Of the share as its weights were loaded.
+    share_bytes: int  # Of the share that is kept.
+    emptied: tuple[int, ...]  # Bytes of each tensor that is made, and emptied, before the first forward.
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
     """One block of memory. `shape` and `dtype` are those of the tensor that it was made for."""
 
-    num_bytes: int
-    """On the device, rounded as its allocator does."""
+    num_bytes: int  # On the device, rounded as its allocator does.
     shape: tuple[int, ...] = ()
     dtype: str = ""
     category: Category | None = None
     """Known at once for gradients and what existed before the step; else set by `assign_categories`."""
-    why: str = ""
-    """The operators that hold it for backward, as far as that was recorded."""
-    parameter: str = ""
-    """Path of the parameter that it is, or whose gradient or state it is, if any."""
+    why: str = ""  # The operators that hold it for backward, as far as that was recorded.
+    parameter: str = ""  # Path of the parameter that it is, or whose gradient or state it is, if any.
     stream: Stream = Stream.COMPUTE
-    is_sent: bool = False
-    """Whether another stream still reads it when it is freed."""
-    flat_parameter: FlatParameter | None = None
-    """What it is the share of, under FSDP1."""
-    is_extra: bool = False
-    """Whether a layer made it besides what layers like it make."""
+    is_sent: bool = False  # Whether another stream still reads it when it is freed.
+    flat_parameter: FlatParameter | None = None  # What it is the share of, under FSDP1.
+    is_extra: bool = False  # Whether a layer made it besides what layers like it make.
 
 
 class MemoryChange(StrEnum):
@@ -98,10 +80,8 @@ class MemoryChange(StrEnum):
 class Mark:
     """The forward or the backward of a layer begins or ends here."""
 
-    phase: Phase
-    """`FORWARD`, or `BACKWARD` with the recomputation that runs in it."""
-    stack: int
-    """Its number."""
+    phase: Phase  # `FORWARD`, or `BACKWARD` with the recomputation that runs in it.
+    stack: int  # Its number.
     layer_idx: int
     micro_batch: int
     is_end: bool = False
@@ -110,22 +90,14 @@ class Mark:
 class TransferKind(StrEnum):
     """What a transfer does."""
 
-    SEND = "send"
-    """A copy to the host begins, and takes host memory."""
-    WAIT_FOR_SEND = "wait for send"
-    """The device waits for the oldest copy to the host that it has not waited for."""
-    FETCH = "fetch"
-    """A copy from the host begins."""
-    RECEIVE = "receive"
-    """The device waits for the oldest copy from the host that it has not waited for."""
-    RELEASE = "release"
-    """Host memory is freed."""
-    GATHER = "gather"
-    """The device waits for the weights of a unit that come from other ranks."""
-    LET_GO = "let go"
-    """What a unit gathered is freed."""
-    REDUCE = "reduce"
-    """Gradients are sent to other ranks."""
+    SEND = "send"  # A copy to the host begins, and takes host memory.
+    WAIT_FOR_SEND = "wait for send"  # The device waits for the oldest copy to the host that it has not waited for.
+    FETCH = "fetch"  # A copy from the host begins.
+    RECEIVE = "receive"  # The device waits for the oldest copy from the host that it has not waited for.
+    RELEASE = "release"  # Host memory is freed.
+    GATHER = "gather"  # The device waits for the weights of a unit that come from other ranks.
+    LET_GO = "let go"  # What a unit gathered is freed.
+    REDUCE = "reduce"  # Gradients are sent to other ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +106,7 @@ class Transfer:
 
     kind: TransferKind
     num_bytes: int
-    num_calls: int = 0
-    """What the host calls of torch to send gradients, besides the collective."""
+    num_calls: int = 0  # What the host calls of torch to send gradients, besides the collective.
 
 
 @dataclass(slots=True)
@@ -143,16 +114,12 @@ class Event:
     """One entry of the tape. Not frozen: there are tens of thousands, and frozen ones take twice as long to make."""
 
     place: Place
-    change: MemoryChange = MemoryChange.NOTHING
-    """What it does to `storage`."""
+    change: MemoryChange = MemoryChange.NOTHING  # What it does to `storage`.
     storage: Storage | None = None
-    seconds: float = 0.0
-    """Predicted: of an operator, or of waiting for a copy (`is_copy`)."""
+    seconds: float = 0.0  # Predicted: of an operator, or of waiting for a copy (`is_copy`).
     num_flops: int = 0
-    mark: Mark | None = None
-    """The forward or backward of a layer that begins or ends."""
-    is_copy: bool = False
-    """Whether `seconds` are of a copy between host and device, or between ranks."""
+    mark: Mark | None = None  # The forward or backward of a layer that begins or ends.
+    is_copy: bool = False  # Whether `seconds` are of a copy between host and device, or between ranks.
     transfer: Transfer | None = None
 
 
@@ -174,12 +141,10 @@ class Places:
     """Numbers for places, so that columns can hold them. Equal places have one number."""
 
     def __init__(self) -> None:
-        self.all: list[Place] = []
-        """By number."""
+        self.all: list[Place] = []  # By number.
         self._numbers: dict[Place, int] = {}
         self._phases = np.empty(0, dtype=np.int8)
-        self._micro_batches = np.empty(0, dtype=np.int64)
-        """Both by number, as far as they were asked for."""
+        self._micro_batches = np.empty(0, dtype=np.int64)  # Both by number, as far as they were asked for.
         self._moved: dict[tuple[str, int], IntColumn] = {}
 
     def numbers_of(self, places: list[Place]) -> IntColumn:
@@ -248,17 +213,13 @@ class Columns:
     places: Places
     storages: list[Storage]
     notes: list[Mark | Transfer]
-    place: IntColumn
-    """Numbers of `places`."""
-    change: NDArray[np.int8]
-    """`ALLOCATED`, `FREED`, or neither."""
-    storage: IntColumn
-    """Indices of `storages`; -1 for none."""
+    place: IntColumn  # Numbers of `places`.
+    change: NDArray[np.int8]  # `ALLOCATED`, `FREED`, or neither.
+    storage: IntColumn  # Indices of `storages`; -1 for none.
     seconds: NDArray[np.float64]
     num_flops: IntColumn
     is_copy: NDArray[np.bool_]
-    note: IntColumn
-    """Indices of `notes`; -1 for none."""
+    note: IntColumn  # Indices of `notes`; -1 for none.
 
     @classmethod
     def of(cls, events: list[Event], places: Places) -> Columns:
@@ -333,10 +294,9 @@ class Tape:
         self, before: Iterable[Storage] = (), events: Iterable[Event] = (), *, places: Places | None = None
     ) -> None:
         self.before = list(before)
+        # By parameter of a skipped layer: the gradients whose allocation `tape_expansion` writes.
         self.copied_gradients: dict[str, Storage] = {}
-        """By parameter of a skipped layer: the gradients whose allocation `tape_expansion` writes."""
-        self.has_categories = False
-        """Whether `assign_categories` has run."""
+        self.has_categories = False  # Whether `assign_categories` has run.
         self.places = Places() if places is None else places
         self._events: list[Event] | None = list(events)
         self._columns: Columns | None = None
@@ -362,10 +322,8 @@ class Tape:
 
 
 def sort_frees(tape: Tape) -> None:
-    """Put storages that are freed at once in the order in which they were made.
-
-    Autocast clears its cache in the order of addresses, which differs from run to run.
-    """
+    """Put storages that are freed at once in the order in which they were made."""
+    # Autocast clears its cache in the order of addresses, which differs from run to run.
     columns = tape.columns
     rows = np.arange(len(columns))
     is_same = (columns.change[1:] == columns.change[:-1]) & (columns.place[1:] == columns.place[:-1])
@@ -383,10 +341,8 @@ def sort_frees(tape: Tape) -> None:
 class Sizes:
     """What storages take of the device, in bytes."""
 
-    before: IntColumn
-    """Those of `Tape.before`."""
-    storages: IntColumn
-    """Those of `Columns.storages`."""
+    before: IntColumn  # Those of `Tape.before`.
+    storages: IntColumn  # Those of `Columns.storages`.
 
     @classmethod
     def of_tensors(cls, tape: Tape) -> Sizes:
@@ -434,6 +390,14 @@ def read_tape(
         TuplesOnDemand(by_category),
         tuple(seconds[changes].tolist()) if len(seconds) and seconds[-1] > 0 else (),
     )
+    in_phase = {phase: columns.places.is_in(columns.place, phase) for phase in Phase}
+    micro_batches = columns.places.micro_batches(columns.place)
+    is_last = (micro_batches == micro_batches.max(initial=0)) & ~in_phase[Phase.OPTIMIZER]
+    num_times = np.where(is_last, repeats, 1)
+    taken, flops = columns.seconds * num_times, columns.num_flops * num_times
+    # Exact sums, so that equal steps take equal times in whatever order their layers run.
+    times = {phase.value: math.fsum(taken[is_in & ~columns.is_copy].tolist()) for phase, is_in in in_phase.items()}
+    num_flops = {phase: total for phase, is_in in in_phase.items() if (total := int(flops[is_in].sum()))}
     return StepMemory(
         device=device,
         plan=plan,
@@ -444,8 +408,8 @@ def read_tape(
         by_category={category: int(column[peak]) for category, column in by_category.items() if column[peak]},
         timeline=timeline,
         ledger=_ledger(columns),
-        time=_time(columns, repeats),
-        num_flops=_num_flops(columns, repeats),
+        time=StepTime(**times, copies=math.fsum(taken[columns.is_copy].tolist())),
+        num_flops=num_flops,
         host_bytes=host_bytes,
     )
 
@@ -474,12 +438,9 @@ def _bytes_by_category(
 class _LayerBounds:
     """Where the layers of one micro-batch begin and end: as indices of events."""
 
-    last_layer: float = math.inf
-    """Its forward ends here."""
-    backward: float = math.inf
-    """The backward of the step begins here."""
-    first_layer_back: float = math.inf
-    """The first backward of a layer begins here."""
+    last_layer: float = math.inf  # Its forward ends here.
+    backward: float = math.inf  # The backward of the step begins here.
+    first_layer_back: float = math.inf  # The first backward of a layer begins here.
 
 
 def assign_categories(tape: Tape) -> None:
@@ -527,9 +488,6 @@ def _category(storage: Storage) -> Category:
     return storage.category
 
 
-# --- Ledger and time. ---
-
-
 def _ledger(columns: Columns) -> tuple[HeldTensor, ...]:
     """Return what the first micro-batch holds for its backward."""
     rows = np.flatnonzero((columns.change == ALLOCATED) & (columns.places.micro_batches(columns.place) == 0))
@@ -540,26 +498,3 @@ def _ledger(columns: Columns) -> tuple[HeldTensor, ...]:
             made = columns.places.all[place]
             held.append(HeldTensor(made, storage.num_bytes, storage.shape, storage.dtype, storage.why))
     return tuple(held)
-
-
-def _weights(columns: Columns, repeats: int) -> IntColumn:
-    """Return how often each event happens in the step: the last micro-batch `repeats` times."""
-    micro_batches = columns.places.micro_batches(columns.place)
-    is_last = micro_batches == micro_batches.max(initial=0)
-    return np.where(is_last & ~columns.places.is_in(columns.place, Phase.OPTIMIZER), repeats, 1)
-
-
-def _time(columns: Columns, repeats: int) -> StepTime:
-    seconds = columns.seconds * _weights(columns, repeats)
-    # Exact sums, so that equal steps take equal times in whatever order their layers run.
-    times = {
-        phase.value: math.fsum(seconds[columns.places.is_in(columns.place, phase) & ~columns.is_copy].tolist())
-        for phase in Phase
-    }
-    return StepTime(**times, copies=math.fsum(seconds[columns.is_copy].tolist()))
-
-
-def _num_flops(columns: Columns, repeats: int) -> dict[Phase, int]:
-    flops = columns.num_flops * _weights(columns, repeats)
-    totals = {phase: int(flops[columns.places.is_in(columns.place, phase)].sum()) for phase in Phase}
-    return {phase: total for phase, total in totals.items() if total}

@@ -53,10 +53,8 @@ class PartlyTraced:
 
     number: int
     path: str
-    segments: Sequence[int | None]
-    """For each layer: its segment, if any."""
-    representatives: Mapping[int, int]
-    """The layer that represents another, both by `layer_idx`."""
+    segments: Sequence[int | None]  # For each layer: its segment, if any.
+    representatives: Mapping[int, int]  # The layer that represents another, both by `layer_idx`.
     kinds: Sequence[Hashable] = ()
     """For each layer, what is equal for layers that do the same, where segments are cut: some of a segment's layers are
     skipped. Empty where segments are traced whole."""
@@ -106,8 +104,8 @@ class PartlyTraced:
         return layer
 
 
+# Forward, recomputation or backward, micro-batch, number of the stack, `layer_idx`.
 _Section = tuple[Phase, int, int, int]
-"""Forward, recomputation or backward, micro-batch, number of the stack, `layer_idx`."""
 
 
 @dataclass(frozen=True)
@@ -115,25 +113,20 @@ class _Copied:
     """The events of a traced layer's section, as a skipped layer repeats them."""
 
     rows: IntColumn
-    steps: IntColumn
-    """For each event: which neighbour made its storage, counted in layers from this one."""
-    slots: IntColumn
-    """Its storage, among those that a layer makes; -1 for none."""
-    far: _FarFrees | None = None
-    """What it lets go of for its whole segment."""
+    steps: IntColumn  # For each event: which neighbour made its storage, counted in layers from this one.
+    slots: IntColumn  # Its storage, among those that a layer makes; -1 for none.
+    far: _FarFrees | None = None  # What it frees for its whole segment.
 
 
 @dataclass(frozen=True)
 class _FarFrees:
-    """What the first layer of a segment lets go of that far ones of the segment have made, all in one place."""
+    """What the first layer of a segment frees that far ones of the segment have made, all in one place."""
 
-    at: int
-    """Where among the events of the section: they are taken out there."""
-    row: int
-    """Of the tape that was traced."""
+    at: int  # Where among the events of the section: they are taken out there.
+    row: int  # Of the tape that was traced.
+    # For each kind of far layer, the slots of its storages, and a traced storage of each. Shared by the first layers
+    # that are alike: few of their segments were traced with layers of each kind.
     of_kinds: Mapping[Hashable, tuple[tuple[int, int], ...]]
-    """For each kind of far layer, the slots of its storages, and a traced storage of each. Shared by the first layers
-    that are alike: few of their segments were traced with layers of each kind."""
 
 
 @dataclass(frozen=True)
@@ -223,10 +216,8 @@ class _Expansion:
         yield section, start, len(columns)
 
     def _begin(self, section: _Section | None, row: int, start: int) -> int:
-        """Return where a section begins that was noticed in `row`; the one before it began in `start`.
-
-        transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
-        """
+        """Return where a section begins that was noticed in `row`; the one before it began in `start`."""
+        # transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
         if section is not None and section[0] is Phase.FORWARD:
             while row > start and (transfer := self._transfers.get(row - 1)) and transfer.kind is TransferKind.SEND:
                 row -= 1
@@ -252,7 +243,7 @@ class _Expansion:
             storages, representatives = self._traced.storage[rows], self._stacks[number].representatives
             is_foreign = (storages >= 0) & (self._owner[0, storages] != number)
             if layer in representatives.values() and is_foreign.any():
-                # The first that uses what no layer has made, such as a mask, lets go of it.
+                # The first that uses what no layer has made, such as a mask, frees it.
                 yield number, layer
             elif layer in representatives and (
                 (storages >= 0).any() or not self._transfers.keys().isdisjoint(rows.tolist())
@@ -382,7 +373,7 @@ class _Expansion:
         is_over_gap = (stack == number) & (owner - layer != steps)
         freed, slot, steps = freed[is_over_gap], slot[is_over_gap], steps[is_over_gap]
         if (abs(steps) > 1).any():
-            raise CannotReuseError("a layer lets go of what a far one has made")
+            raise CannotReuseError("a layer frees what a far one has made")
         storages[freed] = self._of_neighbours(number, storages[freed], layer + steps, slot)
         part = self._part(rows, storages)
         return part if far is None else self._with_far_frees(part, far, number, layer)
@@ -427,11 +418,11 @@ class _Expansion:
         stack, far = self._stacks[number], owner[abs(steps) > 1].tolist()
         segment = None if stack.has_parts else stack.segments[representative]
         if far and (segment is None or any(stack.segments[each] != segment for each in far)):
-            raise CannotReuseError("a layer lets go of what a far one has made")
+            raise CannotReuseError("a layer frees what a far one has made")
         copied = self._copied[section] = _Copied(rows, steps, slot, far_frees)
         return copied
 
-    # --- What a layer lets go of for its whole segment, of which parts were traced. ---
+    # --- What a layer frees for its whole segment, of which parts were traced. ---
 
     def _without_far_frees(self, section: _Section, rows: IntColumn) -> tuple[IntColumn, _FarFrees | None]:
         """Take that out of a traced layer's section."""
@@ -447,16 +438,16 @@ class _Expansion:
         around = rows[at[0] : at[-1] + 1]
         is_one_place = len(np.unique(self._traced.place[around])) == 1
         if not is_one_place or (self._traced.change[around] != FREED).any():
-            raise CannotReuseError("a layer lets go of what far ones have made, at several times")
+            raise CannotReuseError("a layer frees what far ones have made, at several times")
         of_kinds = self._far_frees.setdefault((*section[:3], stack.kinds[layer]), {})
         for other in stack.traced_behind(layer)[1:]:
             of_other = is_far & (owner == other)
             found = tuple(sorted(zip(slot[of_other].tolist(), storages[of_other].tolist(), strict=True)))
             known = of_kinds.setdefault(stack.kinds[other], found)
             if [each for each, _ in known] != [each for each, _ in found]:
-                raise CannotReuseError("a layer lets go of other things of equal far ones")
+                raise CannotReuseError("a layer frees other things of equal far ones")
         if (owner[is_far] > stack.traced_behind(layer)[-1]).any():
-            raise CannotReuseError("a layer lets go of what another segment has made")
+            raise CannotReuseError("a layer frees what another segment has made")
         return rows[~is_far], _FarFrees(int(at[0]), int(rows[at[0]]), of_kinds)
 
     def _with_far_frees(self, part: _Part, far: _FarFrees, number: int, layer: int, shift: int = 0) -> _Part:

@@ -36,22 +36,17 @@ from hf_ckpt.upstream.torch import (
 
 CostFunction = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
+# Each operator asks fake tensors for it several times; `fake_device` is a shorter way to the answer.
 _DEVICE_OF = torch.ops.prim.device.default
-"""Each operator asks fake tensors for it several times; `fake_device` is a shorter way to the answer."""
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
 _name_of: Callable[[Any], str] = cache(str)
 _MAX_REASONS = 2
+# Operators whose backward uses what they returned; so do all kernels of attention.
 _SAVE_OUTPUTS = frozenset(
     "softmax log_softmax exp sqrt rsqrt reciprocal tanh sigmoid relu native_dropout native_layer_norm "
     "native_group_norm fused_rms_norm max min".split()
 )
-"""Operators whose backward uses what they returned; so do all kernels of attention."""
-
-
-def no_costs(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
-    """Predict no time and no operations."""
-    return 0.0, 0
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -61,26 +56,22 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `constant_folding.fold` where tensors are fake.
     """
 
-    def __init__(self, *, rounding: int = 1, costs: CostFunction = no_costs, run: Run = call) -> None:
+    def __init__(self, *, rounding: int = 1, costs: CostFunction | None = None, run: Run = call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         setattr(self, COUNTS_COPIES, True)
         self.tape = Tape()
-        self.real = RealTensors()
-        """What no operator may meet."""
-        self.counts_time = True
-        """Whether operators that run take time."""
-        self.is_extra = False
-        """Whether what is made from now on is extra. See `Storage`."""
+        self.real = RealTensors()  # What no operator may meet.
+        self.counts_time = True  # Whether operators that run take time.
+        self.is_extra = False  # Whether what is made from now on is extra. See `Storage`.
+        # Whether there are marks where a layer runs again in backward, for `layer_reuse`.
         self.marks_recomputation = False
-        """Whether there are marks where a layer runs again in backward, for `layer_reuse`."""
+        # Stack and number of layers whose backward has no mark: they only pass on what they get, for `layer_reuse`.
         self.without_backward: set[tuple[int, int]] = set()
-        """Stack and number of layers whose backward has no mark: they only pass on what they get, for `layer_reuse`."""
+        # Forwards that run now, and are not the one that is trained: what they make has a category of its own.
         self.num_reference_forwards = 0
-        """Forwards that run now, and are not the one that is trained: what they make has a category of its own."""
-        self.stack_numbers: dict[str, int] = {}
-        """By path."""
+        self.stack_numbers: dict[str, int] = {}  # By path.
+        # Makes what an operator allocates for itself, from it and its arguments, before or after its outputs.
         self.holds: Callable[[Any, Any, Any, bool], object] = lambda function, args, kwargs, is_after: None
-        """Makes what an operator allocates for itself, from it and its arguments, before or after its outputs."""
         self._marked = (-1, -1)
         self._rounding = rounding
         self._costs = costs
@@ -97,8 +88,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Saved for the backward of the operator that comes next; and the name and storages of the last one.
         self._awaiting_reason: list[Storage] = []
         self._last_output: tuple[str, set[int]] = ("", set())
-        self.names_with_gradient: set[str] = set()
-        """The parameters that got a gradient."""
+        self.names_with_gradient: set[str] = set()  # The parameters that got a gradient.
         self._apart: list[Storage] = []
         # Equal places are one object: few of the tens of thousands differ.
         self._places: dict[tuple[Phase, int, int, str], Place] = {}
@@ -141,10 +131,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record_apart([storage])
 
     def record_copied_gradients(self, names: Sequence[str], like: Tensor) -> None:
-        """Count the gradients of parameters whose layers are skipped: they look like that of `like`.
-
-        `layer_reuse` writes their allocation into the tape.
-        """
+        """Count the gradients of parameters whose layers are skipped: they look like that of `like`."""
+        # `tape_expansion` writes their allocation into the tape.
         self.names_with_gradient.update(names)
         copied = self.tape.copied_gradients
         if any(name not in copied for name in names):
@@ -229,11 +217,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._append(Event(place, MemoryChange.ALLOCATE, storage))
         return storage
 
-    on_host = staticmethod(disable_current_modes)
-    """Leaves out of the count what is made inside: it lies on the host."""
+    on_host = staticmethod(disable_current_modes)  # Leaves out of the count what is made inside: it lies on the host.
 
-    def enter_module(self, place: Place) -> None:
-        """Note that a module's forward begins, for the first time or again."""
+    def enter_module(self, place: Place, *_: object) -> None:
+        """Note that a module's forward begins, for the first time or again. A hook, given the place."""
         if self.marks_recomputation and place.layer_idx is not None and is_in_backward():
             layer = self.stack_numbers[place.stack], place.layer_idx
             if layer != self._marked:
@@ -241,8 +228,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.mark(Mark(Phase.RECOMPUTATION, *layer, 0))
         self._inner.append(place)
 
-    def leave_module(self) -> None:
-        """Note that the forward of the module entered last ends."""
+    def leave_module(self, *_: object) -> None:
+        """Note that the forward of the module entered last ends. A hook."""
         self._outer = self._inner.pop()
         if not self._inner and not is_in_backward():
             self.leave_layers()
@@ -297,7 +284,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_outputs(output, self._setup_place)
             return
         place = self._current_place(_name_of(function))
-        if self.counts_time:
+        if self.counts_time and self._costs is not None:
             cost = None if known is None else self._known_costs.get(known)
             if cost is None:
                 cost = self._costs(function, args, kwargs, output)
@@ -342,14 +329,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return place
 
     def record_saved(self, tensor: Tensor) -> Tensor:
-        """Record that autograd saves a tensor. A hook of `saved_tensors_hooks`.
-
-        An operator's inputs are saved just before it runs, its outputs just after.
-        """
+        """Record that autograd saves a tensor. A hook of `saved_tensors_hooks`."""
+        # An operator's inputs are saved just before it runs, its outputs just after.
         storage = self._storage_of(tensor)
         if storage is not None and not is_in_backward():
             operator, made = self._last_output
-            if id(storage) in made and _saves_outputs(operator):
+            name = _plain_name(operator)
+            if id(storage) in made and (name in _SAVE_OUTPUTS or "scaled_dot_product" in name):
                 self._add_reason([storage], operator)
             else:
                 self._awaiting_reason.append(storage)
@@ -411,11 +397,6 @@ def is_without_memory(tensor: Tensor) -> bool:
 def _plain_name(operator: str) -> str:
     """Return `mul` of `aten.mul.Tensor`."""
     return operator.removeprefix("aten.").partition(".")[0].lstrip("_")
-
-
-def _saves_outputs(operator: str) -> bool:
-    name = _plain_name(operator)
-    return name in _SAVE_OUTPUTS or "scaled_dot_product" in name
 
 
 def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

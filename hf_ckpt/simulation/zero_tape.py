@@ -1,67 +1,48 @@
 """What one rank of DeepSpeed's ZeRO holds: its tape, made of that of the whole model.
 
-Note [What ZeRO holds].
-- DeepSpeed trains in the dtype of mixed precision throughout. The optimizer steps a share of the weights in float32.
-- Gradients are copied into a bucket of `reduce_bucket_size` elements as soon as they are there, and freed. It is sent
-  when the next gradient does not fit; one that is larger is kept until then. ZeRO-1 and 2 have the bucket from a
-  micro-batch's first gradient to the end of its backward, ZeRO-3 all the time. What is sent is copied into one row
-  first: by ZeRO-1 and 2 where it belongs to several shares, by ZeRO-3 where it is more than one gradient.
-- ZeRO-1 keeps all gradients. ZeRO-2 makes room for those of its share when the first of them is reduced; weights that
-  lie in two shares count whole in both. Micro-batches are added up: from the second on there are two such rooms.
-  ZeRO-3 has room for its share of them all the time.
-- ZeRO-3 gathers ahead, forward and backward, until `max_live_parameters` elements are whole, and lets go of a weight
-  when it is not used again within `max_reuse_distance` elements. Small weights stay whole.
-- The weights that the optimizer steps are a copy, also where they have the model's own dtype: ZeRO-1 and 2 clone them;
-  ZeRO-3 means to spare it since 0.18.2, and from 0.18.3 on compares a `torch.device` with its name, which are never
-  equal (`_create_fp32_partitions`).
-- The step takes a share's gradients, in ZeRO-3 those of at most `sub_group_size` elements at a time, copies them into
-  one row, and that into the dtype of the optimizer's weights. Before, it has their norm in float64, clipping or not;
-  after, it divides them by the loss scale, and copies stepped weights back. ZeRO-1 and 2 then gather all weights.
-- In ZeRO-3 the host handles gradients one by one, in Python.
+It trains in the dtype of mixed precision throughout. The optimizer steps a share of the weights in float32.
 
 Source: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `partitioned_param_coordinator.py` of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from hf_ckpt.simulation.ddp_fsdp_tape import ADD, RankTape, Running
-from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.sharded_weights import EMBEDDINGS, HEAD, UnitKey, Weight
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.fsdp_tape import ADD
+from hf_ckpt.simulation.rank_tape import EMBEDDINGS, HEAD, Running, UnitKey, UnitTape, Weight
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Tape, Transfer, TransferKind
+from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Transfer, TransferKind
 
-_NORM_BYTES = 8
-"""Of an element of a gradient as its norm is taken."""
+_NORM_BYTES = 8  # Of an element of a gradient as its norm is taken.
+# What the host calls of torch to send a bucket of ZeRO-3 (`__avg_scatter_grads`, `reduce_scatter_coalesced`).
 _CALLS_OF_BUCKET = 5
-"""What the host calls of torch to send a bucket of ZeRO-3 (`__avg_scatter_grads`, `reduce_scatter_coalesced`)."""
+# The same for each gradient in it, until the share of it is kept (`__add_grad_to_ipg_bucket`, `partition_grads`).
 _CALLS_OF_GRADIENT = 12
-"""The same for each gradient in it, until the share of it is kept (`__add_grad_to_ipg_bucket`, `partition_grads`)."""
 
 
-class ZeroTape(RankTape):
-    """Makes one rank's tape. See Note [What ZeRO holds]."""
+class ZeroTape(UnitTape):
+    """Makes one rank's tape under ZeRO-1, 2 and 3."""
 
-    _keeps_masters = True
-    _rank: int | None = None
-    """Whose tape it is; None for that of a rank that keeps most."""
+    _rank: int | None = None  # Whose tape it is; None for that of a rank that keeps most.
+    # Before DeepSpeed 0.17.2 the bucket of ZeRO-1 and 2 is there from the beginning of backward.
     _opens_bucket_with_backward = False
-    """Before DeepSpeed 0.17.2 the bucket of ZeRO-1 and 2 is there from the beginning of backward."""
 
-    def __init__(self, tape: Tape, weights: Mapping[str, Weight], step: Step, device: Device) -> None:
-        super().__init__(tape, weights, step, device)
-        self._zero = step.sharding.zero
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._engine, self._zero = self._sharding.engine, self._sharding.zero
+        self._keeps_masters = True
+        if self._engine == "zero3":
+            in_layers = (name for name, weight in self.weights.items() if isinstance(weight.unit, tuple))
+            self._small_units = frozenset(name.rpartition(".")[0] for name in in_layers)
         self._master_bytes = self._zero.master_bytes
         self._element_bytes = max((weight.compute_bytes // weight.numel for weight in self._trained), default=0)
         self._stepped_at_once = self._elements_stepped_at_once()
         forward: list[UnitKey] = [EMBEDDINGS, *self._order, HEAD]
-        self._row = [*forward, *reversed(forward)]
-        """The units in the order of use, forward and backward."""
-        self._whole_weights: dict[Weight, Storage] = {}
+        self._row = [*forward, *reversed(forward)]  # The units in the order of use, forward and backward.
+        self._whole: dict[Weight, Storage] = {}
         self._num_live = 0
         self._ahead = 0
         self._persistent: Storage | None = None
@@ -77,13 +58,21 @@ class ZeroTape(RankTape):
 
     # --- What exists before the step. ---
 
+    def _kept(self, storage: Storage, weight: Weight) -> Iterator[Storage]:
+        kept = weight.shard_bytes if self._engine == "zero3" else weight.num_bytes
+        yield replace(storage, num_bytes=kept)
+
     def _held_by_engine(self) -> Iterator[Storage]:
+        # The weights that the optimizer steps are a copy, also where they have the model's own dtype: ZeRO-1 and 2
+        # clone them; ZeRO-3 means to spare it since 0.18.2, and from 0.18.3 on compares a `torch.device` with its name,
+        # which are never equal (`_create_fp32_partitions`).
         yield Storage(self._share_elements * self._master_bytes, category=Category.OPTIMIZER)
         if self._engine != "zero3":
             return
+        # All the time: room for its share of the gradients, the bucket, and small weights, which stay whole.
         self._room = self._new_room(self._share_elements)
         self._bucket = self._new_bucket()
-        persistent = sum(weight.compute_bytes for weight in self._weights.values() if self._is_persistent(weight))
+        persistent = sum(weight.compute_bytes for weight in self.weights.values() if self._is_persistent(weight))
         self._persistent = Storage(persistent, category=Category.GATHERED)
         yield from (each for each in (self._room, self._bucket, self._persistent) if each.num_bytes)
 
@@ -98,6 +87,7 @@ class ZeroTape(RankTape):
     def _elements_stepped_at_once(self) -> int:
         if self._engine != "zero3":
             return self._share_elements
+        # Gradients of at most `sub_group_size` elements at a time.
         groups = [0]
         for weight in self._trained:
             if groups[-1] >= self._zero.sub_group_size:
@@ -119,52 +109,43 @@ class ZeroTape(RankTape):
         elements = [0] * self._world_size
         for weight, ranks in self._ranks.items():
             for rank in ranks:
+                # What lies in two shares counts whole in both.
                 elements[rank] += weight.numel
         return max(elements) if self._rank is None else elements[self._rank]
 
     # --- Weights. ---
 
-    def _enter_layer(self, running: Running, place: Place) -> Iterator[Event]:
-        yield from self._use(running[1], place)
-
     def _use(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Gather a unit that runs now, and those that come next."""
-        yield from self._gather(key, place)
+        yield from self._make_whole(self._by_unit.get(key, ()), place)
         if key not in self._row or self._engine != "zero3":
             return
         is_backward = self._running is not None and self._running[0] is Phase.BACKWARD
         position = self._position(key, is_backward=is_backward)
         self._ahead = max(self._ahead, position) if is_backward else position
+        # It gathers ahead, forward and backward, until so many elements are whole.
         while self._num_live < self._zero.max_live_parameters and self._ahead + 1 < len(self._row):
             self._ahead += 1
-            yield from self._gather_ahead(self._row[self._ahead], place)
+            left, weights = self._zero.max_live_parameters - self._num_live, []
+            for weight in self._by_unit.get(self._row[self._ahead], ()):
+                if left > 0:
+                    weights.append(weight)
+                    left -= 0 if weight in self._whole else weight.numel
+            yield from self._make_whole(weights, place)
 
     def _position(self, key: UnitKey, *, is_backward: bool) -> int:
         position = self._row.index(key)
         return len(self._row) - 1 - position if is_backward else position
-
-    def _gather(self, key: UnitKey, place: Place) -> Iterator[Event]:
-        yield from self._make_whole(self._by_unit.get(key, ()), place)
-
-    def _gather_ahead(self, key: UnitKey, place: Place) -> Iterator[Event]:
-        left = self._zero.max_live_parameters - self._num_live
-        weights = []
-        for weight in self._by_unit.get(key, ()):
-            if left <= 0:
-                break
-            weights.append(weight)
-            left -= 0 if weight in self._whole_weights else weight.numel
-        yield from self._make_whole(weights, place)
 
     def _make_whole(self, weights: Iterable[Weight], place: Place) -> Iterator[Event]:
         if self._engine != "zero3":
             return
         gathered = 0
         for weight in weights:
-            if weight in self._whole_weights or self._is_persistent(weight):
+            if weight in self._whole or self._is_persistent(weight):
                 continue
             storage = Storage(weight.compute_bytes, category=Category.GATHERED, stream=Stream.GATHER)
-            self._whole_weights[weight] = storage
+            self._whole[weight] = storage
             self._num_live += weight.numel
             gathered += weight.compute_bytes
             yield Event(place, MemoryChange.ALLOCATE, storage)
@@ -187,12 +168,17 @@ class ZeroTape(RankTape):
         return again <= self._ahead or distance < self._zero.max_reuse_distance
 
     def _let_go(self, weights: Iterable[Weight], place: Place) -> Iterator[Event]:
-        held = [weight for weight in weights if weight in self._whole_weights]
+        held = [weight for weight in weights if weight in self._whole]
         for weight in held:
             self._num_live -= weight.numel
-            yield Event(place, MemoryChange.FREE, self._whole_weights.pop(weight))
+            yield Event(place, MemoryChange.FREE, self._whole.pop(weight))
         if held:
             yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
+
+    def _change_module(self, module: str, place: Place) -> Iterator[Event]:
+        """Its bytes came with the layer's. See Note [The host under FSDP and ZeRO-3]."""
+        if module in self._small_units:
+            yield from self._pass(0, place)
 
     # --- Gradients. ---
 
@@ -211,6 +197,7 @@ class ZeroTape(RankTape):
             yield from self._open_bucket(place)
 
     def _open_bucket(self, place: Place) -> Iterator[Event]:
+        # ZeRO-1 and 2 have it from a micro-batch's first gradient to the end of its backward.
         if self._bucket is None:
             self._bucket = self._new_bucket()
             yield Event(place, MemoryChange.ALLOCATE, self._bucket)
@@ -219,6 +206,7 @@ class ZeroTape(RankTape):
         """Make room for the gradients of a micro-batch that ZeRO-2 keeps."""
         if self._engine != "zero2" or (self._room is not None and not place.micro_batch) or self._more_room is not None:
             return
+        # Micro-batches are added up: from the second on there are two such rooms.
         room = self._new_room(self._elements_of_room())
         if self._room is None:
             self._room = room
@@ -228,8 +216,7 @@ class ZeroTape(RankTape):
 
     def _close(self, place: Place) -> Iterator[Event]:
         yield from self._send(place)
-        for storage in (self._bucket, self._more_room):
-            yield from self._free(storage, place)
+        yield from self._free(place, self._bucket, self._more_room)
         self._bucket = self._more_room = None
 
     def _new_bucket(self) -> Storage:
@@ -246,15 +233,17 @@ class ZeroTape(RankTape):
         # Freed at the beginning of the step.
 
     def _reduce(self, gradient: Storage, place: Place) -> Iterator[Event]:
-        """Put a gradient into the bucket."""
-        weight, size = self._weights[gradient.parameter], self._zero.reduce_bucket_size
+        """Copy a gradient into the bucket, as soon as it is there."""
+        weight, size = self.weights[gradient.parameter], self._zero.reduce_bucket_size
         yield from self._open_bucket(place)
         if self._rank is None or self._rank in self._ranks[weight]:
             yield from self._make_room(place)
+        # The bucket is sent when the next gradient does not fit; one that is larger is kept until then.
         if self._num_in_bucket + weight.numel > size:
             yield from self._send(place)
         self._in_bucket.append(weight)
         if self._engine == "zero1":
+            # It keeps all of them.
             self._unreduced.append(gradient)
         elif self._num_in_bucket > size:
             self._waiting = gradient
@@ -273,20 +262,23 @@ class ZeroTape(RankTape):
         if not self._in_bucket:
             return
         num_bytes = self._num_in_bucket * self._element_bytes
+        # It is copied into one row first: by ZeRO-1 and 2 where it belongs to several shares, by ZeRO-3 where it is
+        # more than one gradient.
         ranks = {rank for weight in self._in_bucket for rank in self._ranks[weight]}
         if len(self._in_bucket if self._engine == "zero3" else ranks) > 1:
             row = Storage(num_bytes, category=Category.TEMPORARY)
             yield Event(place, MemoryChange.ALLOCATE, row)
             yield Event(place, MemoryChange.FREE, row)
+        # In ZeRO-3 the host handles gradients one by one, in Python.
         num_calls = _CALLS_OF_BUCKET + _CALLS_OF_GRADIENT * len(self._in_bucket) if self._engine == "zero3" else 0
         yield self._collective(TransferKind.REDUCE, num_bytes, place, num_calls)
-        yield from self._free(self._waiting, place)
+        yield from self._free(place, self._waiting)
         self._waiting = None
         self._in_bucket.clear()
 
     def _end_backward(self, place: Place) -> Iterator[Event]:
         yield from self._send(place)
-        yield from self._let_go(list(self._whole_weights), place)
+        yield from self._let_go(list(self._whole), place)
         if self._engine != "zero3":
             yield from self._close(place)
         if self._stepping is not None:
@@ -300,11 +292,11 @@ class ZeroTape(RankTape):
 
     def _begin_step(self, place: Place) -> Iterator[Event]:
         """Copy a share's gradients into one row in the dtype of the weights that the optimizer steps."""
-        yield from self._free_all(self._unreduced, place)
+        yield from self._free(place, *self._unreduced)
         if self._engine == "zero1":
             self._room = self._new_room(self._share_elements)
             yield Event(place, MemoryChange.ALLOCATE, self._room)
-        yield from self._free(self._persistent, place)
+        yield from self._free(place, self._persistent)
         row = self._new_room(self._stepped_at_once)
         yield Event(place, MemoryChange.ALLOCATE, row)
         self._stepping = row
@@ -313,7 +305,7 @@ class ZeroTape(RankTape):
             yield Event(place, MemoryChange.ALLOCATE, self._stepping)
             yield Event(place, MemoryChange.FREE, row)
         if self._engine != "zero3":
-            yield from self._free(self._room, place)
+            yield from self._free(place, self._room)
         self._step_place = place._replace(operator="")
         yield Event(self._step_place, seconds=self._seconds_around_step)
 
@@ -321,16 +313,19 @@ class ZeroTape(RankTape):
     def _seconds_around_step(self) -> float:
         """What the device does with gradients and weights besides the optimizer's step."""
         kept, stepped = self._element_bytes, self._master_bytes
+        # It has the norm of the gradients in float64, clipping or not; copies them; divides them by the loss scale; and
+        # copies stepped weights back.
         norm = kept + 2 * _NORM_BYTES
         row = 2 * kept + (kept + stepped if stepped != kept else 0)
         divided, copied_back = 2 * stepped, stepped + kept
         num_bytes = self._share_elements * (norm + row + divided + copied_back)
-        return num_bytes / (self._device.memory_bandwidth * self._device.bandwidth_efficiency)
+        return num_bytes / (self.device.memory_bandwidth * self.device.bandwidth_efficiency)
 
     def _end_step(self, place: Place) -> Iterator[Event]:
-        yield from self._free(self._stepping, place)
+        yield from self._free(place, self._stepping)
         self._stepping = None
         if self._engine != "zero3" and self._step_place is not None:
+            # ZeRO-1 and 2 gather all weights.
             stepped = sum(weight.compute_bytes for weight in self._trained)
             yield self._collective(TransferKind.GATHER, stepped, self._step_place)
         if self._persistent is not None:

@@ -132,8 +132,8 @@ def _check_position_wise(head: Head) -> None:
                 )
         elif not _is_position_wise(module):
             raise UnsupportedError(
-                f"head: chunked was asked for, but {where} is {class_name(module)}, of which it is not known that it "
-                "treats each position alone. Leave head out."
+                f"head: chunked was asked for, but {where} is {class_name(module)}, which is not known to "
+                "treat each position alone. Leave head out."
             )
 
 

@@ -1,11 +1,15 @@
 """What modules store, read without running code of the model: no property, no parametrisation, no `__getattr__`.
 
+And one way to set an attribute for a while: what the object itself had is noted by `own`, and is back after `put_back`.
+
 Reading a parametrised weight computes it: buffers advance (spectral norm) and random numbers are drawn, which makes
 another model of it without a word.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Generic, TypeVar
@@ -61,6 +65,34 @@ def stored(owner: object, name: str) -> Any:
             found = vars(kind)[name]
             return found if isinstance(found, _PLAIN) or not hasattr(type(found), "__get__") else None
     return None
+
+
+class Missing:
+    """Stands for an attribute that an object does not have. A class: copies and pickles keep its identity."""
+
+
+def own(owner: object, name: str) -> Any:
+    """Return what an object itself, not its class, has under a name; `Missing` without that."""
+    return vars(owner).get(name, Missing)
+
+
+def put_back(owner: object, name: str, found: object) -> None:
+    """Let an object have again what `own` has returned."""
+    if found is Missing:
+        vars(owner).pop(name, None)
+    else:
+        setattr(owner, name, found)
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Let an object have another value under a name while the block runs."""
+    found = own(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        put_back(owner, name, found)
 
 
 def adapter_configs(model: object) -> dict[str, Any]:

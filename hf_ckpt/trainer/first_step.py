@@ -161,8 +161,12 @@ class FirstStep:
     # --- Hooks. ---
 
     def _count(self, key: _Key, module: nn.Module, args: Any) -> None:
-        if _is_seen():
-            self._entries[key, _kind_of_run()] += 1
+        if not _is_seen():
+            return
+        kind = _Run.RECOMPUTATION if is_recomputed() else _Run.FORWARD
+        if kind is _Run.FORWARD and is_repeated_by_others():
+            kind = _Run.BY_OTHERS
+        self._entries[key, kind] += 1
 
     def _watch_output(self, key: _Key, module: nn.Module, args: Any, *rest: Any) -> None:
         if not _is_seen() or is_recomputed():
@@ -341,9 +345,3 @@ def _is_seen() -> bool:
         return False
     # Inside of a transform of torch.func there is no backward to be held against a plan.
     return torch.is_grad_enabled() and not is_extra_run() and not is_transformed()
-
-
-def _kind_of_run() -> _Run:
-    if is_recomputed():
-        return _Run.RECOMPUTATION
-    return _Run.BY_OTHERS if is_repeated_by_others() else _Run.FORWARD

@@ -1,7 +1,7 @@
 """What a run says of its plan: in the log, and in a script that has set up no logging on standard error.
 
 As with the Trainer's own progress, what is shown is for people: `disable_tqdm` and a verbosity of transformers below
-warnings switch it off.
+warnings switch it off. What the policy overrules is said under `disable_tqdm` too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.upstream.transformers import CHECKPOINTING_ARGUMENTS
+from hf_ckpt.upstream.transformers import CHECKPOINTING_ARGUMENTS, OTHER_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class Messages:
     """What one callback says of its runs: of a search for hyperparameters, of the first trial only."""
 
     def __init__(self, *, is_quiet: bool) -> None:
-        self._is_quiet = is_quiet
+        self.is_quiet = is_quiet
         self._is_trial_shown = False
         self._is_main = self._is_shown = False
 
@@ -40,7 +41,7 @@ class Messages:
             self._log("Memory: %s.", prediction)
             self._show(prediction)
 
-    def change(self, plan: Plan, prediction: str) -> None:
+    def change_plan(self, plan: Plan, prediction: str) -> None:
         """Say that another plan is in force, for larger batches."""
         self._log("Another plan is in force from here on, for larger batches.\n%s", plan.summary())
         self._show(f"planned again, for larger batches: {plan.describe()}; {prediction}")
@@ -56,7 +57,7 @@ class Messages:
             self._show(comparison)
 
     def _is_asked(self, args: TrainingArguments, state: TrainerState) -> bool:
-        if self._is_quiet or args.disable_tqdm or transformers_logging.get_verbosity() > logging.WARNING:
+        if self.is_quiet or args.disable_tqdm or transformers_logging.get_verbosity() > logging.WARNING:
             return False
         is_repeated, self._is_trial_shown = self._is_trial_shown, state.is_hyper_param_search
         return not (state.is_hyper_param_search and is_repeated)
@@ -73,9 +74,28 @@ class Messages:
             tqdm.write(f"hf_ckpt: {text}", file=sys.stderr)
 
 
-def say_who_governs(args: TrainingArguments) -> None:
-    """Say that the training arguments' own wish for activation checkpointing is not what happens."""
+def say_who_governs(args: TrainingArguments, model: nn.Module, *, is_quiet: bool) -> None:
+    """Say that activation checkpointing which the training arguments or the model ask for is not what happens."""
     if any(getattr(args, name, None) for name in CHECKPOINTING_ARGUMENTS):
-        logger.info(
-            "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
-        )
+        say_overruled(args, "Gradient (activation) checkpointing of the training arguments", is_quiet=is_quiet)
+    # A flag of the instance, by the names of timm and others: transformers' own flag is the seam of the plan.
+    owns = [
+        f"{name}.{flag}".lstrip(".")
+        for name, module in model.named_modules()
+        for flag in OTHER_FLAGS
+        if vars(module).get(flag) is True
+    ]
+    if owns:
+        more = f" and {len(owns) - 1} more" if len(owns) > 1 else ""
+        say_overruled(args, f"The model's own checkpointing ({owns[0]}=True{more})", is_quiet=is_quiet)
+
+
+def say_overruled(args: TrainingArguments, what: str, *, is_quiet: bool) -> None:
+    """Say that the policy governs in place of something that the user asked for.
+
+    A warning, which Python shows where no logging is set up: it is said under `disable_tqdm` too.
+    """
+    if args.process_index == 0:
+        is_shown = not is_quiet and transformers_logging.get_verbosity() <= logging.WARNING
+        level = logging.WARNING if is_shown else logging.INFO
+        logger.log(level, "%s is overruled: the policy of HFCkptCallback governs.", what)

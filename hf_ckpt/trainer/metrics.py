@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +26,7 @@ from hf_ckpt.structure.attention_and_ffn import Shapes, parameter_shapes
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.input_gradients import input_embeddings
+from hf_ckpt.trainer.part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _PRODUCTS = ("mm", "addmm", "linear")
 """Operators that the linear layers of a model are made of."""
 
 
-class StepClock:
+class StepClock(Part):
     """Counts the tokens that training steps see and the seconds they take.
 
     Tokens are counted at the model's input embeddings, padding included. The first step is left out: it pays for
@@ -53,13 +54,11 @@ class StepClock:
         if embeddings is not None:
             self._hook = embeddings.register_forward_pre_hook(self._count)
 
-    def start_step(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:
         self._tokens_in_step = 0
         self._started = time.perf_counter()
 
     def end_step(self) -> None:
-        """A step ends."""
         if self._started is None:
             return
         if self._num_steps:
@@ -162,27 +161,24 @@ def _reruns(entries: Sequence[LayerPlan]) -> Iterator[int]:
 def _recomputed_weights(entry: LayerPlan, layer: Layer, times: int, shapes: Shapes) -> int:
     tiled = tiled_modules(layer) if entry.tiles is not None else []
     # Tiles are recomputed by themselves, besides what the mode recomputes around them.
-    return _num_below(layer, tiled, shapes) + _weights_of_mode(entry, layer, times, shapes, tiled)
-
-
-def _weights_of_mode(entry: LayerPlan, layer: Layer, times: int, shapes: Shapes, tiled: Collection[str]) -> int:
+    in_tiles = _num_below(layer, tiled, shapes)
     whole = _num_weights(layer.module, shapes)
     attention = _num_below(layer, layer.attention, shapes)
     match entry.mode:
         case Mode.NONE:
-            return 0
+            return in_tiles
         case Mode.FULL:
-            return whole * times
+            return in_tiles + whole * times
         case Mode.SELECTIVE:
-            return _unsaved_weights(entry, layer, shapes)
+            return in_tiles + _unsaved_weights(entry, layer, shapes)
         case Mode.SELECTIVE_ATTENTION:
-            return whole
+            return in_tiles + whole
         case Mode.ATTENTION:
-            return attention
+            return in_tiles + attention
         case Mode.FFN if layer.ffn_is_inline:
-            return whole - attention
+            return in_tiles + whole - attention
         case Mode.FFN:
-            return _num_below(layer, [name for name in layer.ffn if name not in tiled], shapes)
+            return in_tiles + _num_below(layer, [name for name in layer.ffn if name not in tiled], shapes)
 
 
 def _unsaved_weights(entry: LayerPlan, layer: Layer, shapes: Shapes) -> int:

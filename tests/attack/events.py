@@ -200,7 +200,7 @@ def _chosen_parameter(training: Training, rng: random.Random) -> nn.Parameter:
 
 @event("gradient hook")
 def places_parameter_hook(training: Training, rng: random.Random) -> None:
-    training.kept["handle"] = _chosen_parameter(training, rng).register_hook(partial(halved, training.counts))
+    training.kept["handle"] = _chosen_parameter(training, rng).register_hook(partial(halved, training.counts, "hook"))
 
 
 @event("gradient hook")
@@ -231,7 +231,7 @@ def hooks_hidden_states(training: Training, rng: random.Random) -> None:
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         tensor = args[0] if is_given and args else _first(out)
         if tensor.requires_grad:
-            tensor.register_hook(partial(halved, training.counts))
+            tensor.register_hook(partial(halved, training.counts, "hook"))
 
     layer.register_forward_hook(hook)
 
@@ -241,7 +241,7 @@ def hooks_head_input(training: Training, rng: random.Random) -> None:
     head = next(module for name, module in training.model.named_modules() if name.endswith("lm_head"))
 
     def hook(module: nn.Module, args: Any) -> None:
-        args[0].register_hook(partial(halved, training.counts))
+        args[0].register_hook(partial(halved, training.counts, "hook"))
 
     head.register_forward_pre_hook(hook)
 

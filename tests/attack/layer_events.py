@@ -433,16 +433,18 @@ def trains_statistic_after_step(ground: Ground, hidden: Tensor) -> Tensor:
 # --- Gradient hooks that a forward places. ---
 
 
-def halved(training_counts: dict[str, int], grad: Tensor) -> Tensor:
-    training_counts["hook"] = training_counts.get("hook", 0) + 1
+def halved(training_counts: dict[str, int], counted: str, grad: Tensor) -> Tensor:
+    training_counts[counted] = training_counts.get(counted, 0) + 1
     return grad * 0.5
 
 
-def hook_act(name: str, place: Callable[[Ground, Tensor, Callable[[Tensor], Tensor]], None]) -> None:
-    """Make a gradient hook that the forward places an event."""
+def hook_act(
+    name: str, place: Callable[[Ground, Tensor, Callable[[Tensor], Tensor]], None], counted: str = "hook"
+) -> None:
+    """Make a gradient hook that the forward places an event; its calls are `counted` under a name."""
 
     def happen(training: Training, rng: random.Random) -> None:
-        hook = partial(halved, training.counts)
+        hook = partial(halved, training.counts, counted)
 
         def does(ground: Ground, hidden: Tensor) -> Tensor:
             place(ground, hidden, hook)
@@ -477,7 +479,7 @@ def _retains(ground: Ground, hidden: Tensor, hook: Callable[[Tensor], Tensor]) -
 
 hook_act("hooks_gradient_of_tensor", _on_tensor)
 hook_act("hooks_gradient_of_weight", _on_weight)
-hook_act("hooks_node", _retains)
+hook_act("hooks_node", _retains, "node")
 
 
 # --- Gradients inside a forward. ---

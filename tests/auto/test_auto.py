@@ -25,7 +25,6 @@ import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PolicyError
 from hf_ckpt.auto import budgets
 from hf_ckpt.auto.budgets import AllocatorState, _usable
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.auto.replan import _rounded_up
 from hf_ckpt.auto.simulation_coverage import Coverage
 from hf_ckpt.errors import BudgetError, UnsupportedError
@@ -38,6 +37,9 @@ from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.fit import Capacity, capacity_of, judge
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.largest_text_batch import largest_text_batch
+from hf_ckpt.trainer.parts import StepProof
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -145,8 +147,8 @@ def test_a_large_budget_recomputes_nothing(tmp_path: Path, caplog: pytest.LogCap
         run(llama(num_hidden_layers=1), tmp_path, callback)
     assert callback.plan is not None
     assert callback.plan.count(Mode.NONE) == 1
-    assert "Planning for 2 rows of 64 tokens within" in caplog.text
-    assert "Planned for 2 rows of 64 tokens: predicted peak" in caplog.text
+    assert "Planning for 2 sequences of 64 tokens within" in caplog.text
+    assert "Planned for 2 sequences of 64 tokens: predicted peak" in caplog.text
     assert "a CPU does not count what is allocated." in caplog.text
 
 
@@ -239,7 +241,7 @@ def test_stream_is_planned_as_batches_come_and_anew_for_a_longer_one(
     assert changed(weights(plain), weights(model)) == []
     planned = [line.partition(":")[0] for line in caplog.messages if line.startswith("Planned for")]
     # The first batch fits as it is. 30 tokens need no look; 63 do, and the plan for 62 holds them.
-    assert planned == [f"Planned for 2 rows of {length} tokens" for length in (8, 62, 63)]
+    assert planned == [f"Planned for 2 sequences of {length} tokens" for length in (8, 62, 63)]
     assert sum(line.startswith("Another plan is in force") for line in caplog.messages) == 1
     assert callback.plan is not None
     assert callback.plan.count(Mode.FULL) == 4
@@ -252,8 +254,7 @@ def test_replaced_plan_is_checked_in_the_next_step(tmp_path: Path, plans_full: N
 
     class Watched(HFCkptCallback):
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            assert self._run is not None
-            watched = self._run._first_step
+            watched = next(part for part in self._parts if isinstance(part, StepProof))._first_step
             seen.append([] if watched is None else [str(entry.mode) for _, _, entry in watched._layers])
             super().on_pre_optimizer_step(*args, **kwargs)
 
@@ -292,10 +293,10 @@ def test_a_budget_that_does_not_hold_the_batch_lets_the_trainer_find_a_smaller_o
     with caplog.at_level(logging.INFO, "hf_ckpt"):
         trainer = run(llama(num_hidden_layers=2), tmp_path, callback, **given)
     assert trainer._train_batch_size == 2
-    (told,) = [text for text in caplog.messages if "auto_find_batch_size tries fewer rows" in text]
+    (told,) = [text for text in caplog.messages if "auto_find_batch_size tries fewer sequences" in text]
     assert "No plan fits memory_budget=" in told
     assert not any("ends the run" in text for text in caplog.messages)
-    assert "the Trainer begins again at its first step, with fewer rows" in caplog.text
+    assert "the Trainer begins again at its first step, with fewer sequences" in caplog.text
     # With one row there is nothing left to try.
     with pytest.raises(BudgetError, match="No plan fits"):
         run(llama(num_hidden_layers=2), tmp_path, HFCkptCallback("auto", memory_budget="10kB"), **given)
@@ -319,7 +320,8 @@ def test_running_out_of_memory_is_not_said_to_end_a_run_that_finds_its_batch_siz
         trainer.train()
     assert trainer._train_batch_size == 2
     assert not any("ends the run" in text for text in caplog.messages)
-    told = [text for text in caplog.messages if "the Trainer begins again at its first step, with fewer rows" in text]
+    again = "the Trainer begins again at its first step, with fewer sequences"
+    told = [text for text in caplog.messages if again in text]
     # For each batch size, where recovery was asked for.
     assert len(told) == (0 if options else 2)
 
@@ -327,7 +329,7 @@ def test_running_out_of_memory_is_not_said_to_end_a_run_that_finds_its_batch_siz
 def test_evaluation_beyond_the_budget_is_told_with_a_batch_size_that_fits(tmp_path: Path) -> None:
     callback = HFCkptCallback("auto", memory_budget="2MB", max_length=16)
     with pytest.warns(
-        UserWarning, match=r"Evaluation of 256 rows of 16 tokens needs .* Set per_device_eval_batch_size="
+        UserWarning, match=r"Evaluation of 256 sequences of 16 tokens needs .* Set per_device_eval_batch_size="
     ):
         run(
             llama(num_hidden_layers=1),

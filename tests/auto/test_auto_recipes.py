@@ -86,7 +86,7 @@ def test_recipe_is_carried_out_and_its_plan_is_a_policy_for_the_next_run(
 ) -> None:
     assert main([str(recipe(tmp_path, AUTO, max_steps=1))]) == 0
     printed = capsys.readouterr().out
-    assert "Batch: 2 rows x 1 micro-batch x 1 process = 2 rows in each optimizer step" in printed
+    assert "Batch: 2 sequences x 1 micro-batch x 1 process = 2 sequences in each optimizer step" in printed
     predicted, measured = re.search(
         r"Predicted peak +([\d.]+) KiB, measured ([\d.]+) KiB in a further step", printed
     ).groups()

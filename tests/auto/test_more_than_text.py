@@ -41,15 +41,15 @@ from transformers import (
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.auto import largest_multimodal_batch_in_data
-from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU
-from hf_ckpt.simulation.inputs import outline, with_values
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.trainer.batch import outline, with_values
 from tests import zoo
 from tests.training import arguments, changed, llama, losses, weights
 
@@ -451,9 +451,9 @@ def test_stream_is_planned_as_batches_come_and_anew_for_more_images(
     assert losses(found) == losses(plain)
     planned_for = [line for line in caplog.messages if line.startswith("Planned for")]
     assert [line.partition(":")[0] for line in planned_for] == [
-        "Planned for 2 rows of 32 tokens with pixel_values [2, 3, 16, 16]",
-        "Planned for 2 rows of 40 tokens with pixel_values [3, 3, 16, 16]",
-        "Planned for 2 rows of 48 tokens with pixel_values [3, 3, 16, 16]",
+        "Planned for 2 sequences of 32 tokens with pixel_values [2, 3, 16, 16]",
+        "Planned for 2 sequences of 40 tokens with pixel_values [3, 3, 16, 16]",
+        "Planned for 2 sequences of 48 tokens with pixel_values [3, 3, 16, 16]",
     ]
     assert all("; bound not known, larger batches are planned for before they run." in line for line in planned_for)
 
@@ -516,4 +516,4 @@ def test_evaluation_with_images_is_looked_at(tmp_path: Path, caplog: pytest.LogC
     run.args.eval_steps = 1
     run.train()
     (told,) = [line for line in caplog.messages if line.startswith("Evaluation of")]
-    assert told.startswith("Evaluation of 8 rows of 32 tokens with pixel_values [8, 3, 16, 16]: predicted peak ")
+    assert told.startswith("Evaluation of 8 sequences of 32 tokens with pixel_values [8, 3, 16, 16]: predicted peak ")

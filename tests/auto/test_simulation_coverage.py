@@ -32,11 +32,12 @@ from transformers import (
 )
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, further_inputs
+from hf_ckpt.auto.batch_of_forward import further_inputs
 from hf_ckpt.auto.simulation_coverage import check_run
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.trainer.batch import Batch, batch_of
 from tests import zoo
 from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
 
@@ -193,7 +194,7 @@ def test_type_of_each_token_is_simulated(tmp_path: Path, caplog: pytest.LogCaptu
     case = zoo.build("gemma3", num_layers=1)
     data = [{"input_ids": row, "labels": row, "token_type_ids": torch.zeros_like(row)} for row in rows_of(case)]
     assert abs(prediction_error(case.model, tmp_path, data)) < 0.01
-    assert "Planning for 2 rows of 64 tokens with token_type_ids within" in caplog.text
+    assert "Planning for 2 sequences of 64 tokens with token_type_ids within" in caplog.text
     assert coverage(caplog)[0].startswith("Counted: input_ids, labels, token_type_ids; Gemma3ForConditionalGeneration;")
 
 
@@ -535,7 +536,7 @@ def test_precision_that_accelerate_alone_is_launched_with_is_refused(
 def test_layers_on_several_devices_are_refused(tmp_path: Path) -> None:
     run, _ = trainer(llama(num_hidden_layers=1), tmp_path)
     run.is_model_parallel = True
-    with pytest.raises(UnsupportedError, match="the model's layers lie on several devices, one of which is simulated"):
+    with pytest.raises(UnsupportedError, match="the model's layers lie on several devices, and one is simulated"):
         check_run(run, run.args, run.model, "AdamW")
 
 

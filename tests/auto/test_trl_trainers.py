@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import Trainer
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.auto.trainer_loss import TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
@@ -252,7 +252,7 @@ def test_step_without_a_bound_is_planned_for_when_it_comes(tmp_path: Path) -> No
     run.data_collator = lambda examples: inner(examples)
     followed = follow_trainer(run)
     planned = planning_of(callback)
-    assert planned.bound is None
+    assert planned.longest_batch(1, None) is None
     assert planned.batch is not None
     # Two rows of each example.
     assert (planned.batch.rows, planned.batch.length) == (4, 59)
@@ -282,7 +282,9 @@ def test_evaluation_is_predicted(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "hf_ckpt"):
         trainer("DPO", "separate", tmp_path, auto(), per_device_eval_batch_size=4, **more).train()
     told = [
-        entry for entry in caplog.messages if entry.startswith("Evaluation of 8 rows of 59 tokens: predicted peak ")
+        entry
+        for entry in caplog.messages
+        if entry.startswith("Evaluation of 8 sequences of 59 tokens: predicted peak ")
     ]
     assert len(told) == 1
 

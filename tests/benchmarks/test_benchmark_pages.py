@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,28 @@ def committed() -> Results:
 
 def test_page_is_what_the_results_say(committed: Results) -> None:
     assert (DOCS / PAGE).read_text(encoding="utf-8") == page(committed), "Run: python scripts/benchmark_pages.py"
+
+
+def test_tables_are_what_the_results_say(committed: Results) -> None:
+    wanted = case_tables.tables(committed)
+    there = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "data").glob("benchmarks-*.csv")}
+    assert there == wanted, "Run: python scripts/benchmark_pages.py"
+
+
+def test_page_begins_with_the_finding_and_stays_short(committed: Results) -> None:
+    text = page(committed)
+    first = text.partition("# Benchmarks\n\n")[2].partition("\n\n")[0]
+    assert first.startswith("In the same memory, a step under `auto` takes 0.79 times as long")
+    assert "5 of 7 cases are not yet measured on a GPU." in first
+    assert len(re.findall(r"[A-Za-z][\w'-]*", re.sub(r"<!--.*?-->|\]\([^)]*\)", "", text))) <= 1200
+
+
+def test_every_figure_in_short_has_its_versions_and_its_result(committed: Results) -> None:
+    rows = rows_of(
+        page(committed).partition("## In short")[2].partition("## The cases")[0].partition("-->\n")[2].strip()
+    )
+    assert all("torch 2." in row[2] and ".json)" in row[1] for row in rows)
+    assert len(rows) == 8
 
 
 def test_no_picture_is_stale_missing_or_left_over(committed: Results) -> None:
@@ -111,39 +135,58 @@ def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
-def test_without_a_gpu_each_row_says_so(tmp_path: Path) -> None:
+def read(rows: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(rows.splitlines()))
+
+
+def test_without_a_gpu_each_case_says_so(tmp_path: Path) -> None:
     results = written(tmp_path, predicted=result(GIB, is_predicted=True))
-    table = case_tables.published_size(CASE, results.runs[CASE])
-    assert "measured (`make bench-gpu CASE=llama2_7b_lora_2048`)" in table.splitlines()[0]
-    rows = rows_of(table)
-    assert rows[1] == ["transformers, full", "20.0", "140", "", "not yet measured on a GPU"]
-    assert rows[2] == ["trl, offload", "not predicted", "", "", "not yet measured on a GPU"]
-    assert rows[5][0] == "**auto, 20**"
-    assert {row[-1] for row in rows} == {"not yet measured on a GPU"}
+    rows = list(case_tables.contenders(results.runs[CASE][PREDICTED]))
+    assert {row["run"] for row in rows} == {"predicted for an H100"}
+    assert (rows[1]["contender"], rows[1]["peak_bytes"], rows[1]["step_time_ms"]) == (
+        "transformers, full",
+        20 * GIB,
+        140,
+    )
+    assert (rows[2]["contender"], rows[2]["peak_bytes"]) == ("trl, offload", None)
     text = page(results)
-    assert "Measured: not yet measured on a GPU." in text
-    assert "A step: 8 layers of width 2,048, 4 x 1,024 tokens, LoRA, sdpa attention, bfloat16 weights." in text
+    assert "not yet measured on a GPU: `make bench-gpu CASE=llama2_7b_lora_2048`" in text
+    assert "1 of 1 cases are not yet measured on a GPU." in text
+    (run,) = read(case_tables.tables(results)[case_tables.RUNS])
+    assert run["step"] == "A step: 8 layers of width 2,048, 4 x 1,024 tokens, LoRA, sdpa attention, bfloat16 weights."
+    assert run["command"] == ENVIRONMENT["command"]
 
 
-def test_predicted_and_measured_stand_in_columns_of_their_own(tmp_path: Path) -> None:
+def test_predicted_and_measured_stand_in_rows_of_their_own(tmp_path: Path) -> None:
     measured = result(GIB, is_predicted=False)
     measured["contenders"]["full"] = {"title": "full", "group": "ours", "not_run": "out of memory"}
     measured["contenders"]["transformers_full"] |= {"peak_bytes": 21 * GIB, "step_time_ms": {"median": 155.0}}
     del measured["contenders"]["segments"]
     results = written(tmp_path, predicted=result(GIB, is_predicted=True), cuda=measured)
-    header, _, *lines = case_tables.published_size(CASE, results.runs[CASE]).splitlines()
-    assert [cell.split()[0] for cell in header.strip("| ").split(" | ")[1:]] == ["predicted"] * 3 + ["measured"] * 3
-    assert "| transformers, full | 20.0 | 140 |  | 21.0 | 155 |  |" in lines
-    assert "| full | 20.0 | 140 |  | could not run |  |  |" in lines
-    assert "| segments | 24.0 | 141 |  | not yet measured on a GPU |  |  |" in lines
-    assert "not yet measured on a GPU. The command" not in page(results)
+    rows = read(case_tables.tables(results)[case_tables.CONTENDERS])
+    found = {(row["run"].split()[0].strip(","), row["contender"]): row for row in rows}
+    assert len(found) == len(rows)
+    sizes = {key: (row["peak_bytes"], row["step_time_ms"]) for key, row in found.items()}
+    assert sizes["predicted", "transformers, full"] == (str(20 * GIB), "140")
+    assert sizes["measured", "transformers, full"] == (str(21 * GIB), "155.0")
+    assert (sizes["measured", "full"], found["measured", "full"]["could_not_run"]) == (("", ""), "out of memory")
+    assert ("measured", "segments") not in found
+    assert "not yet measured on a GPU" not in page(results)
 
 
 def test_budgets_rise_and_say_where_nothing_else_fits(tmp_path: Path) -> None:
     run = written(tmp_path, predicted=result(GIB, is_predicted=True)).runs[CASE][PREDICTED]
-    assert rows_of(case_tables.budgets(run)) == [
-        ["20.0", "just below segments", "full", "0.80", "none fits", "only auto fits"],
-        ["40.0", "none", "none", "1.03", "none", "1.03"],
+    names = (
+        "budget_bytes",
+        "set_by",
+        "best_fixed",
+        "auto_over_best_fixed",
+        "best_of_trainer",
+        "auto_over_best_of_trainer",
+    )
+    assert [[row[name] for name in names] for row in case_tables.budgets(run)] == [
+        [20 * GIB, "just below segments", "full", 0.8, "none fits", None],
+        [40 * GIB, "none", "none", 1.03, "none", 1.03],
     ]
 
 
@@ -152,15 +195,18 @@ def test_on_the_cpu_budgets_are_compared_by_operations_first(tmp_path: Path) -> 
     measured["budgets_by_flops"] = [budget(20 * MIB, "full", "auto_1", "full", 0.9, "transformers_full", 0.9)]
     measured["budgets"] = [budget(20 * MIB, "full", "auto_1", "full", 0.7, "transformers_full", 0.6)]
     run = written(tmp_path, cpu=measured).runs[CASE][CPU]
-    (row,) = rows_of(case_tables.budgets(run))
-    assert row == "20.0|full|full|0.90|transformers, full|0.90|full|0.70|transformers, full|0.60".split("|")
+    by_operations, by_time = case_tables.budgets(run)
+    assert (by_operations["by"], by_operations["auto_over_best_of_trainer"]) == ("operations", 0.9)
+    assert (by_time["by"], by_time["auto_over_best_fixed"], by_time["auto_over_best_of_trainer"]) == ("time", 0.7, 0.6)
 
 
 def test_who_could_not_run_is_named_with_the_reason(tmp_path: Path) -> None:
-    run = written(tmp_path, cpu=result(MIB, is_predicted=False)).runs[CASE][CPU]
-    # Neither a pipe nor a backtick of a reason may end its cell.
-    assert rows_of(case_tables.not_run([run])) == [["measured (cpu)", "trl, offload", "`no 'trl' / here`"]]
-    assert "trl" not in case_tables.twin(run)
+    results = written(tmp_path, cpu=result(MIB, is_predicted=False))
+    rows = read(case_tables.tables(results)[case_tables.CONTENDERS])
+    refused = [row for row in rows if row["could_not_run"]]
+    assert [(row["run"], row["contender"], row["could_not_run"]) for row in refused] == [
+        ("measured, small twin on a CPU", "trl, offload", "no `trl` | here")
+    ]
 
 
 def test_a_file_of_its_own_environment_fills_in_what_could_not_run(tmp_path: Path) -> None:
@@ -174,16 +220,17 @@ def test_a_file_of_its_own_environment_fills_in_what_could_not_run(tmp_path: Pat
     assert (run.rows["none"].peak_bytes, run.rows["trl_offload"].peak_bytes) == (40 * MIB, 9 * MIB)
 
 
-def test_what_did_not_help_is_told(tmp_path: Path) -> None:
+def test_what_did_not_help_has_a_row(tmp_path: Path) -> None:
     predicted = result(GIB, is_predicted=True)
     # Less time and memory on the device, but it has moved some to the host.
     figures = {"peak_bytes": 10 * GIB, "step_time_ms": 130.0, "host_bytes": GIB}
     predicted["contenders"]["full_offload"] = {"title": "full + offload", "group": "ours", "predicted": figures}
     run = written(tmp_path, predicted=predicted).runs[CASE][PREDICTED]
-    assert case_tables.no_help(run) == (
-        "Beaten in memory and in time: `segments` by `transformers, full`. "
-        "`auto` costs more time than what fits as well: `none` in the memory of `none`."
-    )
+    found = [(row["what"], row["beaten_by"], row["in"]) for row in case_tables.no_help(run)]
+    assert found == [
+        ("segments", "transformers, full", "memory and time"),
+        ("auto", "none", "time, in the memory of none"),
+    ]
 
 
 def test_titles_of_pictures_say_predicted_or_measured_and_on_what(tmp_path: Path) -> None:
@@ -228,12 +275,13 @@ def test_a_picture_carries_the_digest_of_its_data(tmp_path: Path) -> None:
     results = written(tmp_path / "results", cpu=measured)
     (picture,) = pictures(results)
     image = tmp_path / "docs" / "images" / picture.name
-    assert write(tmp_path / "results", tmp_path / "docs") == [image, tmp_path / "docs" / PAGE]
+    tables = [tmp_path / "docs" / "data" / name for name in case_tables.tables(results)]
+    assert write(tmp_path / "results", tmp_path / "docs") == [image, *tables, tmp_path / "docs" / PAGE]
     assert digest_in(image) == digest_of(picture.data)
     # What is up to date is left alone, and what nothing draws any more goes.
     left_over = image.with_name("benchmarks-of-another-case-cpu.png")
     left_over.write_bytes(image.read_bytes())
-    assert write(tmp_path / "results", tmp_path / "docs") == [tmp_path / "docs" / PAGE]
+    assert write(tmp_path / "results", tmp_path / "docs") == [*tables, tmp_path / "docs" / PAGE]
     assert not left_over.exists()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
@@ -54,7 +56,7 @@ from benchmarks.published.summary import (
     time_summaries,
 )
 from hf_ckpt.simulation.cuda import autocast
-from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
+from hf_ckpt.simulation.fsdp_tape import FsdpTape
 from hf_ckpt.simulation.step_memory import Category
 from hf_ckpt.upstream.transformers import CACHE
 
@@ -150,10 +152,27 @@ def test_times_are_summed_up_by_card_and_half() -> None:
     assert time_ratio({"published_tokens_per_second": None, "predicted_tokens_per_second": 8.0}) is None
 
 
-def test_page_and_picture_show_the_result() -> None:
+def test_page_tables_and_picture_show_the_result() -> None:
     assert page.DOCUMENT.read_text(encoding="utf-8") == page.render(RESULT)
+    for name, text in page.tables(RESULT).items():
+        assert (page.DOCUMENT.parent / "data" / name).read_text(encoding="utf-8") == text
     picture = page.DOCUMENT.parent / "images" / page.PICTURE
     assert page.digest_in(picture) == page.digest_of(page.picture_data(RESULT))
+
+
+def test_page_begins_with_the_finding_and_stays_short() -> None:
+    text = page.render(RESULT)
+    first = text.partition("# Accuracy\n\n")[2].partition("\n\n")[0]
+    assert first.startswith("Predicted peak memory is right within 0.91 %")
+    assert len(re.findall(r"[A-Za-z][\w'-]*", re.sub(r"<!--.*?-->|\]\([^)]*\)", "", text))) <= 1200
+    cells = [cell for line in text.splitlines() if line.startswith("|") for cell in line.split(" | ")]
+    assert max(len(re.sub(r"\]\([^)]*\)", "]", cell)) for cell in cells) < 120
+
+
+def test_every_source_has_a_row_with_versions_and_hardware() -> None:
+    rows = list(csv.DictReader(page.tables(RESULT)[page.SOURCES].splitlines()))
+    assert [row["source"] for row in rows] == [source.title for source in sources().values()]
+    assert all(row["hardware"] and row["versions"] and row["configuration"] for row in rows)
 
 
 def test_what_has_another_figure_than_the_peak_allocated_ran_and_says_which() -> None:
@@ -161,13 +180,14 @@ def test_what_has_another_figure_than_the_peak_allocated_ran_and_says_which() ->
     reserved = unknown | {"published_reserved_bytes": 3 * 2**29}
     failed = unknown | {"published_tokens_per_second": None}
     assert [has_run(record) for record in (unknown, reserved, failed)] == [True, True, False]
-    shown = [page.render(RESULT | {"points": [record]}) for record in (unknown, reserved, failed)]
+    tables = [page.tables({"points": [record]})[page.POINTS] for record in (unknown, reserved, failed)]
+    rows = [next(csv.DictReader(text.splitlines())) for text in tables]
     # Nothing is said to be allocated; what the device showed stands behind the prediction.
-    assert (
-        f"|  | {unknown['predicted_bytes'] / 2**30:.3f} |  | {unknown['published_smi_mib'] / 2**10:.3f} |" in shown[0]
-    )
-    assert f"|  | {unknown['predicted_bytes'] / 2**30:.3f} |  | 1.500 |" in shown[1]
-    assert "out of memory |" in shown[2]
+    assert [row["published_allocated_bytes"] for row in rows] == ["", "", ""]
+    assert {row["predicted_allocated_bytes"] for row in rows} == {str(unknown["predicted_bytes"])}
+    assert rows[0]["published_nvidia_smi_bytes"] == str(unknown["published_smi_mib"] * 2**20)
+    assert [row["published_reserved_bytes"] for row in rows] == ["", str(3 * 2**29), ""]
+    assert [row["published"] for row in rows] == ["ran", "ran", "out of memory"]
     found = {summary["what"]: summary for summary in summaries([unknown | {"ratio": 1.0}, unknown])}
     assert (found["ratio"]["num_points"], found["reserved_ratio"]["num_points"]) == (1, 2)
 
@@ -397,7 +417,7 @@ def test_torchtitan_keeps_keys_and_values_of_each_head() -> None:
 def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     point = replace(STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"], tokens=16)
     wide = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
-    monkeypatch.setattr(torchtitan, "sent_in_float32", RankTape._sent_bytes)
+    monkeypatch.setattr(torchtitan, "sent_in_float32", FsdpTape._sent_bytes)
     narrow = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
     assert sum(wide) > sum(narrow)
 

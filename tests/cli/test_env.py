@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from hf_ckpt import upstream
 from hf_ckpt.cli import env
 from hf_ckpt.cli.main import main
+
+ROOT = Path(__file__).parents[2]
 
 SEEN = {
     "torch": "2.13.0+cpu",
@@ -59,7 +62,7 @@ def test_what_is_off_is_told_with_its_reason(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gradio" else object())
     assert main(["env"]) == 0
     assert capsys.readouterr().out.endswith(
-        'Off here:\n  ui (gradio): not installed. Run: pip install "hf_ckpt[ui]"\n'
+        f'Off here:\n  ui (gradio): not installed. Run: pip install "{ROOT}[ui]"\n'
         "  selective (torch.utils.x): it is gone in torch 9\n"
     )
 

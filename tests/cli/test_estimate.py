@@ -265,7 +265,7 @@ def test_plan_says_which_device_it_assumed_and_why(tmp_path: Path, capsys: pytes
     of_recipe = {"checkpointing": {"policy": "auto", "memory_budget": "23GiB"}, "training": on_gpu}
     assert main(["plan", str(small_recipes.write(tmp_path, **of_recipe))]) == 0
     assert capsys.readouterr().out == printed
-    assumed = "assumed the smallest usual card with 23GiB, as there is no GPU here and no --device was given"
+    assumed = "assumed the smallest usual GPU with 23GiB, as there is no GPU here and no --device was given"
     assert assumed in " ".join(printed.split())
     assert max(len(line) for line in printed.splitlines() if ".yaml" not in line) <= 80
 

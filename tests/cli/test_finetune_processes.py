@@ -17,7 +17,8 @@ from hf_ckpt.cli import finetune
 from hf_ckpt.cli.main import main
 from tests import small_recipes
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 
 
 @pytest.fixture
@@ -107,6 +108,6 @@ def test_missing_library_is_told_with_the_extra_that_brings_it(tmp_path: Path) -
         return done.returncode, done.stderr
 
     recipe = str(small_recipes.write(tmp_path))
-    asked = 'hf-ckpt needs datasets, which is not installed. Run: pip install "hf_ckpt[finetune]"\n'
+    asked = f'hf-ckpt needs datasets, which is not installed. Run: pip install "{ROOT}[finetune]"\n'
     assert run("finetune", recipe) == (2, asked)
     assert run("plan", recipe, "--memory-budget", "1GiB")[0] == 0

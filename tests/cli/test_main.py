@@ -298,7 +298,7 @@ def test_inspect_shows_layers_parts_modes_and_plan(tmp_path: Path, capsys: pytes
     ).replace("TWICE", "run forward twice").replace("PROJECTIONS", projections).replace("NORMS", norms)
     lines = [" ".join(line.split()) for line in (found + held).splitlines()]
     assert lines[0] == (
-        "What the layers hold for their backward without a plan: 2 rows of 64 tokens, padded; this machine's CPU"
+        "What the layers hold for their backward without a plan: 2 sequences of 64 tokens, padded; this machine's CPU"
     )
     assert lines[1].startswith("layers 0 to 3 of model.layers: ")
     # Two inputs of 128 tokens and 48 channels in float32.
@@ -427,7 +427,7 @@ def test_head_of_trl_is_said_to_govern(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["inspect", str(small_recipes.of_trainer(tmp_path, "dpo"))]) == 0
     printed = capsys.readouterr().out
     assert "trl computes head and loss together, and governs" in printed
-    assert "without a plan: 4 rows of 64 tokens" in printed
+    assert "without a plan: 4 sequences of 64 tokens" in printed
 
 
 def is_refused(stem: str) -> bool:

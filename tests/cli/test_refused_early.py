@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 EXTRAS = ("datasets", "bitsandbytes", "deepspeed", "matplotlib", "gradio")
 RUNNER = f"""
 import contextlib, io, json, os, sys
@@ -27,7 +29,7 @@ for words in json.load(sys.stdin):
 
 def needs(packages: str, extra: str) -> str:
     are = "which are" if " and " in packages else "which is"
-    return f'hf-ckpt needs {packages}, {are} not installed. Run: pip install "hf_ckpt[{extra}]"\n'
+    return f'hf-ckpt needs {packages}, {are} not installed. Run: pip install "{ROOT}[{extra}]"\n'
 
 
 CASES = {
@@ -55,7 +57,7 @@ CASES = {
     "estimate llama7b_lora --html empty": "--html empty: this is a folder. Name a file in it.\n",
     "estimate llama7b_lora model.attn_implementation=flash_attn_2": 'Did you mean "flash_attention_2"?\n',
     "estimate meta-llama/Llama-3.1-8b": 'Did you mean "meta-llama/Llama-3.1-8B"? Check the name, go online',
-    "inspect some/model": "the config of some/model is not to be had (it is not cached, and the hub",
+    "inspect some/model": "the config of some/model was not found (it is not cached, and the hub",
     "estimate llama7b_lora model.name_or_path=./gone": "there is no folder ./gone.",
     "plan ~/gone --lora 8 --device rtx4090": f"there is no folder {Path.home()}/gone.",
     "estimate broken": "broken/config.json is not valid JSON: ",

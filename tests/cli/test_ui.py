@@ -132,7 +132,7 @@ def test_missing_gradio_is_one_line(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "True")
     assert main(["ui"]) == 2
     said = capsys.readouterr().err
-    assert said == 'hf-ckpt needs gradio, which is not installed. Run: pip install "hf_ckpt[ui]"\n'
+    assert said == f'hf-ckpt needs gradio, which is not installed. Run: pip install "{ROOT}[ui]"\n'
 
 
 class StandIn(ModuleType):

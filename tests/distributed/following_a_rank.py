@@ -71,6 +71,9 @@ class RankTracker(Tracker):
     `found` are storages from before the run, which are not of the model.
     """
 
+    # As one of the package's: a mode of others that comes after the proven step has each region proven anew.
+    __module__ = Tracker.__module__
+
     def __init__(self, found: Collection[int], **options: Any) -> None:
         super().__init__(**options)
         self._found = found

@@ -176,7 +176,7 @@ def test_store_that_is_gone_ends_nobody(ended: list[int], caplog: pytest.LogCapt
 
 def test_model_that_is_copied_takes_no_watch_along(run: list[Watchdog]) -> None:
     model = nn.Linear(2, 2)
-    module.report_failures(run[1], model)
+    run[1].report_failures(model)
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for each in (*copies, model):
         with pytest.raises(TypeError):

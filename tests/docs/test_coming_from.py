@@ -28,7 +28,7 @@ from tests.docs.test_docs import ROOT, Block, blocks_of
 from tests.training import arguments, counted, llama
 
 PAGE = ROOT / "docs" / "coming_from.md"
-HOW_TO = ROOT / "docs" / "how_to" / "from_trl.md"
+HOW_TO = ROOT / "docs" / "how_to" / "preference_training.md"
 ENVIRONMENTS = ROOT / "benchmarks" / "side_by_side" / "theirs" / "environments"
 AXOLOTL, UNSLOTH = axolotl_offload.CONTENDERS[0], unsloth_offload.CONTENDERS[0]
 
@@ -82,7 +82,7 @@ def test_trl_has_checkpointing_on_by_default_and_transformers_has_not() -> None:
             ["  0            full", "  1            none", "  2            full", "  3            none"],
         ),
     ],
-    ids=["coming_from", "how_to"],
+    ids=["coming_from", "preference_training"],
 )
 def test_trl_snippet_trains_under_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: Path, forwards: list[int], shown: list[str]
@@ -92,10 +92,14 @@ def test_trl_snippet_trains_under_its_plan(
 
     monkeypatch.chdir(tmp_path)
     # What the snippet writes wins: these are for two short steps on a CPU.
-    monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, **arguments(tmp_path, max_length=16, bf16=False)))
+    for name in ("SFTConfig", "DPOConfig"):
+        config = partial(getattr(trl, name), **arguments(tmp_path, max_length=16, bf16=False))
+        monkeypatch.setattr(trl, name, config)
     tokenizer = byte_tokenizer(pad_token="<pad>")
     model = llama(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
-    data = Dataset.from_dict({"text": ["the cat sat", "a dog ran"] * 2})
+    texts = {"text": ["the cat sat", "a dog ran"] * 2}
+    pairs = {"prompt": ["the ", "a "] * 2, "chosen": ["cat sat", "dog ran"] * 2, "rejected": ["sat", "ran"] * 2}
+    data = Dataset.from_dict(texts if page == PAGE else pairs)
     names: dict[str, Any] = {"model": model, "data": data, "tokenizer": tokenizer}
     with counted(model, "q_proj") as counts:
         exec(compile(snippet("from trl", page).code(), str(page), "exec"), names)

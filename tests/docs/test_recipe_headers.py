@@ -18,7 +18,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 NEEDS = re.compile(
     r"predicted peak (?P<peak>[\d.]+) (?P<unit>GiB|MiB)(?: and [\d.]+ [GM]iB of host memory)?; "
-    r"rows of up to (?P<longest>[\d,]+) tokens"
+    r"sequences of up to (?P<longest>[\d,]+) tokens"
     r"(?: fit \((?P<title>[\w -]+), [\d.]+ GiB, [\d.]+ [GM]iB of it left free\))?"
     r"(, all that the model has positions for)?\."
 )
@@ -56,9 +56,9 @@ def test_line_is_written_below_the_hardware_and_in_place_of_an_earlier_one() -> 
         "# Purpose:  one line,",
         "#           and another one.",
         "# Hardware: one GPU with 24 GB.",
-        "# Memory:   predicted peak 18.0 GiB; rows of up to 3,712 tokens fit "
-        "(GeForce RTX 4090, 23.6 GiB, 958.5 MiB of it left",
-        "#           free).",
+        "# Memory:   predicted peak 18.0 GiB; sequences of up to 3,712 tokens fit "
+        "(GeForce RTX 4090, 23.6 GiB, 958.5 MiB of it",
+        "#           left free).",
         "# Launch:   accelerate launch scripts/finetune.py recipes/small.yaml",
     ]
     assert written_needs(text) == needs.describe()
@@ -89,13 +89,15 @@ def test_header_of_a_recipe_for_any_card_says_what_each_runs(path: Path) -> None
 
 def test_host_memory_is_told_where_some_is_needed() -> None:
     needs = Needs(find_device("rtx4090"), 18 * 2**30, 131072, is_bound=True, host_bytes=15 * 2**30)
-    assert needs.describe().startswith("predicted peak 18.0 GiB and 15.0 GiB of host memory; rows of up to 131,072 ")
+    assert needs.describe().startswith(
+        "predicted peak 18.0 GiB and 15.0 GiB of host memory; sequences of up to 131,072 "
+    )
     assert NEEDS.fullmatch(needs.describe())
 
 
 def test_recipe_for_the_cpu_names_no_card() -> None:
     assert Needs(CPU, 75 * 2**20, 512, is_bound=True).describe() == (
-        "predicted peak 75.0 MiB; rows of up to 512 tokens, all that the model has positions for."
+        "predicted peak 75.0 MiB; sequences of up to 512 tokens, all that the model has positions for."
     )
 
 

@@ -141,7 +141,7 @@ def test_facts_say_what_was_taken_for_what(tmp_path: Path) -> None:
     *_, weights, trained, batch, training, engine, versions = subject(tmp_path, lora=small_recipes.LORA).facts
     assert (weights, batch, training, engine) == (
         ("weights", "54,304 parameters in float32"),
-        ("batch", "2 rows of 64 tokens, padded; 1 micro-batch in each step"),
+        ("batch", "2 sequences of 64 tokens, padded; 1 micro-batch in each step"),
         ("training", "no autocast, adamw_torch_fused"),
         ("engine", "one process"),
     )
@@ -173,7 +173,7 @@ def test_packed_examples_are_one_row(tmp_path: Path) -> None:
     subject = subject_of(load_recipe(small_recipes.write(tmp_path, data={"packing": True})))
     step = subject.step
     assert (step.batch_size, step.seq_length, step.is_padded, step.is_packed) == (1, 128, False, True)
-    assert dict(subject.facts)["batch"] == "1 row of 128 tokens, packed; 1 micro-batch in each step"
+    assert dict(subject.facts)["batch"] == "1 sequence of 128 tokens, packed; 1 micro-batch in each step"
 
 
 def test_single_row_is_not_padded(tmp_path: Path) -> None:

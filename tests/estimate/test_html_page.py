@@ -123,3 +123,11 @@ def test_what_a_page_would_load_is_forbidden(folder: Path, tmp_path: Path) -> No
     path.write_text(text.replace("</body>", '<img src="https://example.org/x.png"></body>'), encoding="utf-8")
     (complaint,) = in_a_browser(path)[1]
     assert "Content Security Policy" in complaint
+
+
+def test_labels_of_pictures_are_at_least_10_pixels_on_a_phone() -> None:
+    style = (Path(html_page.__file__).parent / "html_page.css").read_text(encoding="utf-8")
+    phone = style.partition("@media (max-width: 36rem)")[2].partition("\n}\n")[0]
+    size = float(re.findall(r"svg text.*?font-size: (\d+)px", phone)[0])
+    # The page has a rem of padding at each side.
+    assert size * (390 - 2 * 16) / html_page._WIDTH >= 10

@@ -35,7 +35,7 @@ def test_table_has_a_verdict_above_the_rows_and_in_the_last_line() -> None:
         "",
         "  model   LlamaForCausalLM",
         "  batch   1 row",
-        "  device  GeForce RTX 4090, 23.6 GiB, of which 307.2 to 716.8 MiB are CUDA's",
+        "  device  GeForce RTX 4090, 23.6 GiB; 307.2 to 716.8 MiB of it are CUDA's",
         "          context, and 241.7 MiB a margin",
         "",
     ]

@@ -89,7 +89,8 @@ def test_adapter_recipe_trains_its_base_first(tiny: Path, capsys: pytest.Capture
     assert main([str(tiny / "lora.yaml"), "--merge"]) == 0
     printed = capsys.readouterr().out
 
-    assert f"{tiny / 'base'} is not there yet: training it first with {tiny / 'base.yaml'}." in printed
+    first = f"{tiny / 'base'} is not there yet: training it first with {tiny / 'base.yaml'} (1 epoch, random weights)."
+    assert f"{first}\nHow long that takes is said once its first steps have run. Ctrl-C stops it.\n" in printed
     tables = [part for part in printed.split("\n") if part.startswith("Recipe ")]
     assert [line.split()[1] for line in tables] == [str(tiny / "base.yaml"), str(tiny / "lora.yaml")]
     for name, saved in (("base", "Model"), ("lora", "Adapter")):

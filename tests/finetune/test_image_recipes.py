@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_ckpt import DataError, RecipeError, load_recipe
-from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
+from hf_ckpt.auto.batch_of_forward import batch_of_forward
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.estimate.max_length_and_batch import with_length, with_rows
 from hf_ckpt.estimate.own_loss import ImageRows, largest_grid
@@ -184,7 +184,7 @@ def test_bounds_say_before_what_the_largest_images_take(qwen3_vl: Path, tmp_path
     auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
     recipe = load_recipe(write_bounded(tmp_path, qwen3_vl, checkpointing=auto), overrides)
     found = subject_of(recipe)
-    assert dict(found.facts)["loss"] == "SFTTrainer.compute_loss; each row with 1 image of 4 tokens"
+    assert dict(found.facts)["loss"] == "SFTTrainer.compute_loss; each sequence with 1 image of 4 tokens"
     planning, peak_bytes = planned_and_followed(recipe)
     planned = planning.batch
     assert planned is not None

@@ -68,7 +68,7 @@ def test_recipe_trains_with_the_chosen_micro_batch_and_says_the_effective_batch(
     assert main([str(recipe)]) == 0
     printed = capsys.readouterr().out
     # On the CPU each operator takes the host as long for one row as for two.
-    assert "Batch: 2 rows x 1 micro-batch x 1 process = 2 rows in each optimizer step" in printed
+    assert "Batch: 2 sequences x 1 micro-batch x 1 process = 2 sequences in each optimizer step" in printed
     assert "Predicted peak " in printed
     assert [
         layer.mode for layer in Plan.from_json((tmp_path / "run" / "hf_ckpt_plan.json").read_text()).stacks[0].layers

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt import load_recipe
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.oom_report import Figures, OutOfMemoryRun, Part, RunWatch, explanation
@@ -22,6 +21,7 @@ from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
+from hf_ckpt.trainer.batch import Batch
 from tests import small_recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -102,7 +102,7 @@ def test_run_ends_with_exit_code_1_and_says_the_part(
     message = capsys.readouterr().err
     rows = 4 if part is Part.EVALUATION else 2
     step = "" if part is Part.EVALUATION else " of step 1"
-    assert f"Out of memory in the {part}{step}, with a batch of {rows} rows of 3" in message
+    assert f"Out of memory in the {part}{step}, with a batch of {rows} sequences of 3" in message
     assert "20.0 GiB were allocated and 512.0 MiB reserved without being used, of 23.5 GiB; 2.0 GiB more" in message
     if part is Part.EVALUATION:
         assert "A batch of evaluation is predicted to need" in message
@@ -134,7 +134,7 @@ def test_a_recovery_that_gave_up_says_what_it_has_tried(
     assert main([str(small_recipes.write(tmp_path, checkpointing=checkpointing, training={"max_steps": 1}))]) == 1
     message = capsys.readouterr().err
     assert "There is no leaner plan. Tried: 1 more layer recomputed in full" in message
-    assert "Out of memory in the backward of step 1, with a batch of 2 rows of 3" in message
+    assert "Out of memory in the backward of step 1, with a batch of 2 sequences of 3" in message
     assert "Predicted for this batch: " in message
 
 

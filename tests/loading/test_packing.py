@@ -127,7 +127,7 @@ def test_chunked_attention_that_counts_from_the_rows_start_is_refused(monkeypatc
     assert "chunked_attention" in model.config.layer_types
     # As in transformers 5.0.
     monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence", raising=False)
-    with pytest.raises(DataError, match="chunks of its attention are counted from the start of the row"):
+    with pytest.raises(DataError, match="chunks of its attention are counted from the start of the sequence"):
         check_packing(model)
 
 

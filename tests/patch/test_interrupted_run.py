@@ -345,13 +345,12 @@ def test_call_is_over_once_its_frame_is_only_kept() -> None:
         from hf_ckpt.patch.interrupted_run import train_call
 
         call = train_call()
-        assert call is not None
         assert call.is_running()
-        assert call.is_innermost()
+        assert not call.is_around_another()
         if calls:
             # Called within the first one.
             assert calls[0].is_running()
-            assert not calls[0].is_innermost()
+            assert calls[0].is_around_another()
         calls.append(call)
         if len(calls) == 1:
             Run().train(look)

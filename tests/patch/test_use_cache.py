@@ -507,7 +507,7 @@ def test_what_becomes_of_packed_rows_is_said_once(
     applied = first.exchange(partial(patch_apply.apply, case.model, "full"))
     case.model(**packed_inputs(case, begins_again[-1]), **call).loss.backward()
     applied.remove()
-    said = [line for line in caplog.messages if line.startswith("Position ids begin again within a row")]
+    said = [line for line in caplog.messages if line.startswith("Position ids begin again within a sequence")]
     assert len(said) == is_told
 
 

@@ -67,7 +67,7 @@ def test_error_says_the_smallest_peak_where_it_lies_and_every_change_that_fits()
 
 def test_budget_that_the_device_does_not_have_is_no_advice() -> None:
     message = error_of(8 * GIB, replace(STEP, batch_size=1, seq_length=64), states=32 * GIB)
-    assert message.endswith("16.0 MiB logits and loss. Use shorter rows, fewer weights, or a larger device.")
+    assert message.endswith("16.0 MiB logits and loss. Use shorter sequences, fewer weights, or a larger device.")
 
 
 def test_where_only_bitwise_plans_were_looked_at_it_says_so() -> None:
@@ -92,7 +92,7 @@ def test_no_other_optimizer_is_named_for_one_that_is_not_adamw(optim: str | None
 
 def test_shorter_rows_and_fewer_of_them_together_where_neither_is_enough() -> None:
     step = replace(STEP, optim=None)
-    # 1 row of 2,048 tokens needs 2 GiB, 4 rows of 64 tokens a quarter.
+    # 1 sequence of 2,048 tokens needs 2 GiB, 4 sequences of 64 tokens a quarter.
     message = error_of(8 * GIB + GIB // 5, step)
     line = "  per_device_train_batch_size=1, gradient_accumulation_steps=8, max_length=192  # 8.2 GiB"
     assert message.endswith(line)
@@ -101,7 +101,7 @@ def test_shorter_rows_and_fewer_of_them_together_where_neither_is_enough() -> No
 
 def test_rows_of_packed_examples_are_counted_in_tokens() -> None:
     step = replace(STEP, batch_size=1, seq_length=8192, is_packed=True, optim=None)
-    assert re.search(r"\n  rows of 4096 tokens +# 12\.0 GiB", error_of(12 * GIB, step))
+    assert re.search(r"\n  sequences of 4096 tokens +# 12\.0 GiB", error_of(12 * GIB, step))
 
 
 def test_smaller_batches_are_not_advised_where_the_states_alone_are_too_much() -> None:
@@ -114,8 +114,8 @@ def test_smaller_batches_are_not_advised_where_the_states_alone_are_too_much() -
     step = replace(STEP, optim=None)
     message = str(_error(6 * GIB, memory_of(step), step, peak))
     assert message.endswith(
-        "2.0 GiB logits and loss. Shorter rows and smaller micro-batches are not enough: one row of 64 tokens needs "
-        '8.1 GiB. With each of these lines one fits, as simulated:\n  memory_budget="16.0GiB"  # 16.0 GiB'
+        "2.0 GiB logits and loss. Shorter sequences and smaller micro-batches are not enough: one sequence of 64 "
+        'tokens needs 8.1 GiB. With each of these lines one fits, as simulated:\n  memory_budget="16.0GiB"  # 16.0 GiB'
     )
     assert [(each.batch_size, each.seq_length, each.gradient_accumulation_steps) for each in tried] == [(1, 64, 8)]
 
@@ -135,7 +135,7 @@ def test_each_step_is_simulated_once_and_told_of() -> None:
 
     _error(12 * GIB, memory_of(STEP), STEP, peak, [OptionChange({"head": "chunked"}, lambda: 0)], say=told.append)
     assert len(tried) == len(set(map(repr, tried))) == len(told) - 1
-    assert told[0] == "Simulating 1 row of 64 tokens ..."
+    assert told[0] == "Simulating 1 sequence of 64 tokens ..."
     assert told[-2:] == ['Simulating optim="paged_adamw_8bit" ...', 'Simulating head="chunked" ...']
 
 

@@ -372,7 +372,7 @@ BROKEN += [
     ),
     broken(
         of_trainer("classification", model="{name_or_path: x, num_labels: 2}", lora="{task_type: CAUSAL_LM}"),
-        'lora.task_type = "CAUSAL_LM": trainer classification trains models that score rows. Write SEQ_CLS',
+        'lora.task_type = "CAUSAL_LM": trainer classification trains models that score sequences. Write SEQ_CLS',
     ),
     broken(
         of_trainer("classification", model="{config: {model_type: whisper}, tokenizer: x, num_labels: 2}"),
@@ -440,7 +440,7 @@ def test_missing_trl_is_one_message(
     monkeypatch.setattr(upstream_fields, "trl_version", lambda: version)
     (line,) = mistakes_in(write(tmp_path, of_trainer("dpo", "output_dir: x, beta: 0.2, lr: 3")))
     assert f'trainer = "dpo": is a trainer of trl, {says}' in line
-    assert line.endswith('Run: pip install "hf_ckpt[trl]"')
+    assert line.endswith(f'Run: pip install "{ROOT}[trl]"')
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=str)

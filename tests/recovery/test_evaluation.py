@@ -147,7 +147,7 @@ def test_an_evaluation_that_somebody_lets_fail_does_not_end_the_recovery(tmp_pat
 
 
 def test_a_row_that_does_not_fit_ends_the_run_with_its_shape(tmp_path: Path) -> None:
-    message = r"evaluation of input_ids \(1, 8\), labels \(1, 8\)\. .* It is one row\. Evaluate shorter rows"
+    message = r"evaluation of input_ids \(1, 8\), labels \(1, 8\)\. .* It is one sequence\. Evaluate shorter sequences"
     with pytest.raises(OutOfMemoryError, match=message):
         evaluated(llama(), uneven(), tmp_path, most=0)
 

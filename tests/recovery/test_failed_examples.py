@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.failed_examples import describe_examples
+from hf_ckpt.recovery.failed_run import describe_examples
 from tests.training import arguments, llama, rows
 
 UNKNOWN = "The indices of its examples are not known"

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hf_ckpt import HFCkptCallback, Plan, apply
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
@@ -30,6 +29,7 @@ from hf_ckpt.recovery.recovery import RUNGS_FILE
 from hf_ckpt.regions.offload.transfer import DeviceMemory
 from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.saved_files import PLAN_FILE
 from tests.recovery.limits import FULL, LimitedTrainer

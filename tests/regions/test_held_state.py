@@ -352,7 +352,7 @@ def test_large_tensors_are_what_forwards_left(write: Callable[[Any, Tensor], Any
     ("write", "message"),
     [
         (from_the_second_step(large_added), r"layers\.2 .* it wrote to large tensors for the first time: seen"),
-        (from_the_second_step(large_read), r"reads seen, in the place of which its forward has put another"),
+        (from_the_second_step(large_read), r"reads seen, but its forward has put another"),
     ],
 )
 def test_what_cannot_be_brought_back_is_refused_by_name(write: Callable[[Any, Tensor], Any], message: str) -> None:

@@ -249,7 +249,7 @@ def walked(monkeypatch: pytest.MonkeyPatch, module: nn.Module, num_steps: int) -
     found, count = tiling.weights_used, itertools.count()
     monkeypatch.setattr(tiling, "weights_used", lambda *given: (next(count), found(*given))[1])
     # Nothing runs alone: that would ask for an expert too.
-    monkeypatch.setattr(PositionsAlone, "outputs_differ", lambda *given: None)
+    monkeypatch.setattr(PositionsAlone, "outputs_differ", lambda *given, **options: None)
     settings = Tiling(4)
     hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
     for _ in range(num_steps):
@@ -343,6 +343,48 @@ def test_a_module_that_mixes_positions_later_is_refused(
             mlp.down_proj.register_forward_hook(lambda module, given, output: mix(output))
         else:
             mlp.mixes = True
+        with pytest.raises(UnsupportedError, match="other values alone"):
+            exactness.step(case)
+
+
+def slightly_mixed(output: Tensor) -> Tensor:
+    """Its values stay within what rounding may be, its gradients do not."""
+    scale = output.detach().square().mean().sqrt()
+    return output + 1e-3 * scale * (1e4 * output.mean(1, keepdim=True) / scale).sin()
+
+
+def test_a_branch_that_mixes_positions_next_to_nothing_is_held_against_gradients_when_it_comes() -> None:
+    case = llama()
+    mlp = case.model.model.layers[1].mlp
+    found = mlp.forward
+    mlp.mixes = False
+    mlp.forward = lambda hidden: slightly_mixed(found(hidden)) if mlp.mixes else found(hidden)
+    with hf_ckpt.apply(case.model, "none", tiles=3):
+        for _ in range(2):
+            exactness.step(case)
+        mlp.mixes = True
+        with pytest.raises(UnsupportedError, match="other gradients alone"):
+            exactness.step(case)
+
+
+def test_a_slice_that_takes_another_branch_than_the_whole_is_refused() -> None:
+    case = llama()
+    mlp = case.model.model.layers[1].mlp
+    found = mlp.forward
+    firsts: list[float] = []
+
+    def branches(hidden: Tensor) -> Tensor:
+        """Goes by the first value that it gets: that of the whole for the first slice, and for positions alone."""
+        first = hidden.detach().flatten()[0].item()
+        firsts[:] = firsts or [first]
+        return found(hidden) if first == firsts[0] or not mlp.does_branch else -found(hidden)
+
+    mlp.does_branch, mlp.forward = False, branches
+    with hf_ckpt.apply(case.model, "none", tiles=2):
+        for _ in range(2):
+            exactness.step(case)
+        mlp.does_branch = True
+        firsts.clear()
         with pytest.raises(UnsupportedError, match="other values alone"):
             exactness.step(case)
 

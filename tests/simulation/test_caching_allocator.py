@@ -20,7 +20,7 @@ from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import CachingAllocator, Held, held_within, play
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.sharded_weights import weights_of
+from hf_ckpt.simulation.rank_tape import weights_of
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place

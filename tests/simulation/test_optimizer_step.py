@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_ckpt.simulation import optimizer_step, simulator
+from hf_ckpt.simulation import optimizers, simulator
 from hf_ckpt.simulation.constant_folding import fold
 from hf_ckpt.simulation.devices import CPU
-from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
-from hf_ckpt.simulation.optimizers import SUPPORTED
+from hf_ckpt.simulation.optimizers import SUPPORTED, OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import MemoryChange, Storage
@@ -62,7 +61,7 @@ def of_equal_layers(*, is_cuda: bool, optim: str, copies: bool) -> OptimizerStep
         layers = [nn.Linear(320, 400) for _ in range(4)]
         made = nn.Sequential(nn.Embedding(400, 320), *layers, nn.Linear(320, 400, dtype=torch.bfloat16))
     names = frozenset(name for name, _ in made.named_parameters() if name != "2.weight")
-    looks = mock.patch.object(optimizer_step, "makes_state_by_looks", return_value=False)
+    looks = mock.patch.object(optimizers, "_makes_state_by_looks", return_value=False)
     tracker = Tracker(run=fold)
     with nullcontext() if copies else looks:
         return simulate_optimizer(made, replace(STEP, optim=optim), names, tracker, is_cuda=is_cuda)
@@ -100,6 +99,6 @@ def test_copies_have_storages_of_their_own() -> None:
 def test_steps_of_other_lengths_share_the_optimizer() -> None:
     shared = simulator.StepSimulator(zoo.build("llama").model, STEP, CPU)
     with mock.patch.object(simulator, "simulate_optimizer", wraps=simulate_optimizer) as calls:
-        peaks = [shared.anew(replace(STEP, seq_length=length)).memory(None).peak_bytes for length in (16, 32)]
+        peaks = [shared.without_traces(replace(STEP, seq_length=length)).memory(None).peak_bytes for length in (16, 32)]
     assert peaks[0] < peaks[1]
     assert calls.call_count == 1

@@ -22,7 +22,7 @@ from hf_ckpt.policy.policy import Policy
 from hf_ckpt.policy.revolve import replays, segment_starts
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.sharded_weights import weights_of
+from hf_ckpt.simulation.rank_tape import weights_of
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory

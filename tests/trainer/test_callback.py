@@ -188,8 +188,8 @@ def test_figures_of_offload_are_reported(tmp_path: Path, kind: str) -> None:
     assert losses(run) == expected_losses
     assert changed(expected_weights, weights(model)) == []
     report = used.report()
-    # Inputs of 2 rows of 8 tokens of 16 numbers, in two steps; the same buffers serve both. The last layer's stays, and
-    # with adapters the first one's: the embeddings' output is asked for a gradient, and stays for that.
+    # Inputs of 2 sequences of 8 tokens of 16 numbers, in two steps; the same buffers serve both. The last layer's
+    # stays, and with adapters the first one's: the embeddings' output is asked for a gradient, and stays for that.
     num_bytes = (3 if kind == "full fine-tune" else 2) * 2 * 8 * 16 * 4
     assert report["ckpt/offloaded_gib"] * 2**30 == pytest.approx(2 * num_bytes)
     assert report["ckpt/host_peak_gib"] * 2**30 == pytest.approx(num_bytes)
@@ -268,12 +268,40 @@ def test_plan_governs_beside_the_training_arguments_and_says_so_once(
     with counted(model, "q_proj") as counts, caplog.at_level(logging.INFO, logger="hf_ckpt"):
         run.train()
     assert [counts[idx] for idx in range(4)] == forwards
-    said = [message for message in caplog.messages if "training arguments ask for" in message]
-    assert said == [
-        "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
+    said = [record for record in caplog.records if "is overruled" in record.getMessage()]
+    assert [record.getMessage() for record in said] == [
+        "Gradient (activation) checkpointing of the training arguments is overruled: the policy of HFCkptCallback "
+        "governs."
     ]
+    # Python shows a warning where no logging is set up; `disable_tqdm`, which these runs have, does not silence it.
+    assert (said[0].levelno, run.args.disable_tqdm) == (logging.WARNING, True)
     # What the Trainer had switched on is as the Trainer left it.
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [(["grad_checkpointing"], ""), (["grad_checkpointing", "with_cp"], " and 1 more")]
+)
+def test_checkpointing_of_the_models_own_is_overruled_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: list[str], said: str
+) -> None:
+    model = llama()
+    for flag in flags:
+        setattr(model.model, flag, True)
+    trainer(model, tmp_path, callback("every_2")).train()
+    assert [text for text in caplog.messages if "overruled" in text] == [
+        f"The model's own checkpointing (model.grad_checkpointing=True{said}) is overruled: the policy of "
+        "HFCkptCallback governs."
+    ]
+
+
+def test_quiet_callback_leaves_what_is_overruled_to_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trainer(llama(), tmp_path, HFCkptCallback("full", quiet=True), **{SWITCH: True})
+    with caplog.at_level(logging.INFO, logger="hf_ckpt"):
+        run.train()
+    said = [record for record in caplog.records if "overruled" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO]
+    assert [text for text in caplog.messages if text.startswith("Activation checkpointing is in force.")]
 
 
 def test_plan_survives_a_library_that_switches_every_layer_off_and_on(

@@ -46,7 +46,7 @@ def test_a_plain_script_shows_plan_prediction_and_measurement(tmp_path: Path) ->
     plan, prediction, end = lines
     assert plan == f"hf_ckpt: layers: 2 none (layer by layer in {Path('out', 'hf_ckpt_plan.json')})"
     assert prediction.startswith("hf_ckpt: predicted peak ")
-    assert prediction.endswith(" of 1.0 GiB, for 2 rows of 8 tokens")
+    assert prediction.endswith(" of 1.0 GiB, for 2 sequences of 8 tokens")
     assert end.startswith("hf_ckpt: Predicted peak ")
     assert end.endswith("; a CPU does not count what is allocated.")
     assert "hf_ckpt" not in done.stdout
@@ -129,7 +129,7 @@ def test_a_plan_that_is_made_again_is_shown(tmp_path: Path, capsys: pytest.Captu
     assert unknown.startswith("hf_ckpt: how large batches are is not known: planned for as they come, within ")
     assert again.startswith("hf_ckpt: planned again, for larger batches: layers: ")
     assert "plain training would need " in again
-    assert f", your budget is {format_bytes(int(budget[:-1]))}, this plan needs " in again
-    assert ": same gradients, bit for bit; " in again
-    assert again.endswith(" % slower than without checkpointing (predicted, for 2 rows of 64 tokens)")
+    assert f", your budget is {format_bytes(int(budget[:-1]))}. This plan needs " in again
+    assert ", predicted for 2 sequences of 64 tokens: same gradients, bit for bit; " in again
+    assert again.endswith(" % slower than without checkpointing")
     assert end.startswith("hf_ckpt: Predicted peak ")

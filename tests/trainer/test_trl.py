@@ -27,7 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
 ]
 
-GOVERNS = "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
+GOVERNS = (
+    "Gradient (activation) checkpointing of the training arguments is overruled: the policy of HFCkptCallback governs."
+)
 TOKENIZER = byte_tokenizer(pad_token="<pad>")
 TEXTS = ["the cat sat", "a dog ran", "it is late", "we go home"]
 DATA = {

@@ -227,11 +227,9 @@ def _get_property(function: Callable[..., Any], kind: str, args: tuple[Any, ...]
 
 
 def _register_hook(name: str, args: tuple[Any, ...]) -> RemovableHandle:
-    """Run an engine's hook before the backward of what is computed from the logits; refuse everybody else's.
-
-    FSDP registers one on what a module returns, to gather weights before they are needed, and leaves the gradient as
-    it is.
-    """
+    """Run an engine's hook before the backward of what is computed from the logits; refuse everybody else's."""
+    # FSDP registers one on what a module returns, to gather weights before they are needed, and leaves the gradient as
+    # it is.
     if name == "register_hook" and _leaves_gradient(args[1]):
         hooks = args[0].state.head_call.hooks
         handle = RemovableHandle(hooks)

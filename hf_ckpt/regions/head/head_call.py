@@ -73,12 +73,10 @@ class HeadCall:
             return logits
 
     def _with(self, weights: Mapping[str, Tensor]) -> nn.Module:
-        """Return a head with other weights in the place of its own.
-
-        Not by `functional_call`, which puts them into the head itself meanwhile: another thread that reads the model's
-        parameters would take them for those.
-        """
+        """Return a head with other weights in the place of its own."""
         # FSDP1 leaves views of its flat parameter as plain attributes while a module runs.
+        # Not by `functional_call`, which puts them into the head itself meanwhile: another thread that reads the
+        # model's parameters would take them for those.
         head = _replica(self.head, {id(attrgetter(name)(self.head)): weight for name, weight in weights.items()})
         if self._has_deferring_forward():
             # The forward that was found, of the replica.
@@ -92,11 +90,9 @@ class HeadCall:
         return head
 
     def _run_in_unit(self, hidden: Tensor, keyword: dict[str, bool]) -> Tensor:
-        """Run without FSDP2's hooks, which wait for the other modules of the unit to run as well.
-
-        The weights are there already: gathered in forward for the whole unit, and in backward by the hook on the head's
-        output, until the backward of the unit's first module.
-        """
+        """Run without FSDP2's hooks, which wait for the other modules of the unit to run as well."""
+        # The weights are there already: gathered in forward for the whole unit, and in backward by the hook on the
+        # head's output, until the backward of the unit's first module.
         cast("FSDPModule", self.head).unshard()
         logits: Tensor = self.head.forward(hidden, **keyword)
         return logits

@@ -15,22 +15,20 @@ def reason_not_offloaded(tensor: Tensor, min_bytes: int) -> str | None:
     """Return why a saved tensor (not empty) stays where it is, or None if it can be offloaded."""
     if _is_kept_anyway(tensor):
         return "kept by the model or by autograd anyway"
-    if not _is_plain(tensor):
+    # A DTensor, for one, holds other tensors.
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper or tensor.layout is not torch.strided or tensor.is_quantized:
         return "no plain tensor"
     if tensor.nbytes < min_bytes:
         return f"smaller than min_bytes={min_bytes}"
-    if tensor.nbytes > _span(tensor) * tensor.element_size():
+    # From the first element to the last in memory, both and the gaps included.
+    span = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.nbytes > span * tensor.element_size():
         return "larger than the memory behind it (expanded)"
     if tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
         # The same values elsewhere could be multiplied by another kernel, which need not agree in the last bit.
         return "begins at an odd place in its memory"
     return None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    # A DTensor, for one, holds other tensors.
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    return not is_wrapper and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _is_kept_anyway(tensor: Tensor) -> bool:
@@ -39,8 +37,3 @@ def _is_kept_anyway(tensor: Tensor) -> bool:
     return (
         (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
     )
-
-
-def _span(tensor: Tensor) -> int:
-    """Return the elements from the first to the last in memory, both and the gaps included."""
-    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -317,11 +317,9 @@ class Offloader:
             return tensor
 
     def add_prefetch_hook(self, output: Any) -> None:
-        """Let the backward that comes to this output bring back what was last sent before it.
-
-        The output is of a layer that sends nothing itself. What earlier layers have made and sent has had this layer's
-        time for its copy.
-        """
+        """Let the backward that comes to this output bring back what was last sent before it."""
+        # The output is of a layer that sends nothing itself. What earlier layers have made and sent has had this
+        # layer's time for its copy.
         with self._locked():
             self._finish_copies([copy for copy in self._pending if copy.made_in is not None], is_whole=True)
         for tensor in tensors_in(output):

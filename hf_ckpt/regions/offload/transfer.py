@@ -43,10 +43,8 @@ class TensorLayout:
         return _bytes_in_memory(dense)
 
     def empty(self) -> tuple[Tensor, Tensor]:
-        """Return a new tensor on the device, to be filled, and its bytes [num_bytes] in the order of `flat`.
-
-        If the layout has gaps, the new tensor is dense; `finish` makes the gaps.
-        """
+        """Return a new tensor on the device, to be filled, and its bytes [num_bytes] in the order of `flat`."""
+        # If the layout has gaps, the new tensor is dense; `finish` makes the gaps.
         if self._has_gaps():
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         else:

@@ -42,8 +42,7 @@ from hf_ckpt.upstream.torch import softmax
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
-_OLDEST = (8, 0)
-"""The compute capability that is assumed where that of a device is not known."""
+_OLDEST = (8, 0)  # The compute capability that is assumed where that of a device is not known.
 
 
 @contextmanager
@@ -74,13 +73,13 @@ def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int
     return [((prod(sizes), gradient.dim()), torch.int64), (tuple(gradient.shape), torch.bool)]
 
 
+# Of images that are put into a text, too: `masked_scatter__cuda` and `masked_select_cuda` in
+# `aten/src/ATen/native/cuda/IndexKernel.cpp`.
 _WORKSPACES: dict[Callable[..., Any], Callable[..., list[quantized.Workspace]]] = {
     **attention.WORKSPACES,
     torch.ops.aten.masked_scatter.default: _masked_scatter,
     torch.ops.aten.masked_scatter_backward.default: _masked_scatter_backward,
 }
-"""Of images that are put into a text, too: `masked_scatter__cuda` and `masked_select_cuda` in
-`aten/src/ATen/native/cuda/IndexKernel.cpp`."""
 
 
 class _FunctionReplacements(TorchFunctionMode):
@@ -118,10 +117,8 @@ def _held(
     kwargs: dict[str, Any],
     is_after: bool,
 ) -> list[Tensor]:
-    """Make the memory for a call of an operator. A tracker that runs an operator does not see others by itself.
-
-    Kernels of torch make their outputs first; bitsandbytes makes a weight, and then the output.
-    """
+    """Make the memory for a call of an operator."""
+    # Kernels of torch make their outputs first; bitsandbytes makes a weight, and then the output.
     is_of_bitsandbytes = function.namespace == "bitsandbytes"
     if is_after is is_of_bitsandbytes:
         return []
@@ -130,6 +127,7 @@ def _held(
         needed = of_operator(*args)
     else:
         needed = quantized.workspace(function, args, kwargs) if is_of_bitsandbytes else []
+    # A tracker that runs an operator does not see others by itself.
     return [
         tracker.__torch_dispatch__(
             torch.ops.aten.empty.memory_format, (), (shape,), {"dtype": dtype, "device": _CPU, "pin_memory": False}
@@ -172,13 +170,11 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Return a tensor like the norm's output.
-
-    CUDA has one kernel for it, which keeps its input, and a number per row.
-    """
+    """Return a tensor like the norm's output."""
     if weight is not None and weight.dtype != input.dtype:
         # Several operators on CUDA too.
         return function(input, normalized_shape, weight, eps)
+    # CUDA has one kernel for it, which keeps its input, and a number per row.
     output: Tensor = _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
     return output
 
@@ -207,17 +203,17 @@ _OF_AUTOGRAD = (Phase.BACKWARD, Phase.RECOMPUTATION)
 def add_workspaces(tape: Tape, device: Device, *, has_trained: bool = False) -> None:
     """Add to the tape the workspaces that torch gives cuBLAS, as existing before the step: it is not the first one.
 
-    There is one for each thread that has run a matrix product on its stream, for good. They come from the caching
-    allocator, so that `torch.cuda.max_memory_allocated` counts them, and no operator returns them. A step has two
-    threads: the one that calls forward and the optimizer, and autograd's own, which runs backward and recomputes.
-    cuBLASLt shares the workspace of its thread (`TORCH_CUBLASLT_UNIFIED_WORKSPACE`, on by default). With `has_trained`
-    a backward of the same model ran before the tape.
+    They come from the caching allocator, so that `torch.cuda.max_memory_allocated` counts them, and no operator returns
+    them. With `has_trained` a backward of the same model ran before the tape.
 
     Source: `setWorkspaceForHandle` and `getCUDABlasLtWorkspace` in `aten/src/ATen/cuda/CublasHandlePool.cpp`.
     """
     num_bytes = -(-workspace_bytes(device) // BLOCK_BYTES) * BLOCK_BYTES
     if not num_bytes:
         return
+    # There is one for each thread that has run a matrix product on its stream, for good: the one that calls forward and
+    # the optimizer, and autograd's own, which runs backward and recomputes. cuBLASLt shares the workspace of its thread
+    # (`TORCH_CUBLASLT_UNIFIED_WORKSPACE`, on by default).
     columns = tape.columns
     places = (columns.places.all[number] for number in np.unique(columns.place).tolist())
     threads = {place.phase in _OF_AUTOGRAD for place in places if _is_product(place.operator)}

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from hf_ckpt.upstream.torch import tree_map_only
 
+# Their floating-point arguments are converted to float32.
 _IN_FLOAT32 = frozenset(
     [
         *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
@@ -27,16 +28,14 @@ _IN_FLOAT32 = frozenset(
         *("binary_cross_entropy_with_logits", "logsumexp", "interpolate"),
     ]
 )
-"""Their floating-point arguments are converted to float32."""
 
+# They return float32 where the call names no dtype.
 _WITH_FLOAT32_OUTPUT = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"]
 )
-"""They return float32 where the call names no dtype."""
 
 
-_CROSS_ENTROPY = "cross_entropy"
-"""In neither list, but made of operators that are."""
+_CROSS_ENTROPY = "cross_entropy"  # In neither list, but made of operators that are.
 
 _CHANGED = _IN_FLOAT32 | _WITH_FLOAT32_OUTPUT | {_CROSS_ENTROPY}
 
@@ -48,10 +47,8 @@ def is_on() -> bool:
 
 @contextmanager
 def found_by_libraries() -> Iterator[None]:
-    """Let `torch.is_autocast_enabled()`, which without an argument asks about CUDA, tell of the simulated step.
-
-    PEFT's layers over quantised weights then leave their input in its dtype.
-    """
+    """Let `torch.is_autocast_enabled()`, which without an argument asks about CUDA, tell of the simulated step."""
+    # PEFT's layers over quantised weights then leave their input in its dtype.
     asked = torch.is_autocast_enabled
 
     def is_enabled(device_type: str | None = None) -> bool:
@@ -83,7 +80,13 @@ def call_with_autocast(function: Callable[..., Any], name: str, args: Any, kwarg
         args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
     elif name == _CROSS_ENTROPY:
         function = partial(_cross_entropy, function)
-    elif not _asks_for_dtype(args, kwargs) and isinstance(args[0], Tensor) and _is_eligible(args[0]):
+    elif (
+        # Where the call names a dtype, that is what it returns.
+        kwargs.get("dtype") is None
+        and not any(isinstance(each, torch.dtype) for each in args)
+        and isinstance(args[0], Tensor)
+        and _is_eligible(args[0])
+    ):
         kwargs = {**kwargs, "dtype": torch.float32}
     with torch.autocast("cpu", enabled=False):
         return function(*args, **kwargs)
@@ -98,10 +101,8 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    """Make logarithms of probabilities in the dtype of the logits, which it asks for, and copy them into float32.
-
-    As `cross_entropy_loss` in `aten/src/ATen/native/LossNLL.cpp` calls `log_softmax`, with a dtype, and `nll_loss`.
-    """
+    """Make logarithms of probabilities in the dtype of the logits, which it asks for, and copy them into float32."""
+    # As `cross_entropy_loss` in `aten/src/ATen/native/LossNLL.cpp` calls `log_softmax`, with a dtype, and `nll_loss`.
     if target.is_floating_point():
         return function(input, target, weight, *args, label_smoothing=label_smoothing, **options)
     dim = min(1, input.dim() - 1)
@@ -113,10 +114,6 @@ def _cross_entropy(
     weighted = logs if weight is None else logs * weight.view(-1, *[1] * (input.dim() - dim - 1))
     smooth = -weighted.sum(dim, dtype=torch.float32).mean()
     return (1 - label_smoothing) * loss + smooth * (label_smoothing / input.shape[dim])
-
-
-def _asks_for_dtype(args: Any, kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args)
 
 
 def _in_float32(tensor: Tensor) -> Tensor:

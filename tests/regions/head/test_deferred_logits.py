@@ -148,7 +148,7 @@ def test_few_rows_of_the_logits_are_no_matter(caplog: pytest.LogCaptureFixture) 
     expected = logits(model)
     with chunked(model), caplog.at_level(logging.WARNING, "hf_ckpt"):
         put_off = logits(model)
-        # A product with fewer rows adds up in another order.
+        # A product with fewer sequences.adds up in another order.
         torch.testing.assert_close(put_off[0, 3], expected[0, 3], rtol=BOUND, atol=BOUND)
         torch.testing.assert_close(put_off[:, -1, :].sin(), expected[:, -1].sin(), rtol=BOUND, atol=BOUND)
         assert torch.equal(put_off.detach().argmax(-1), expected.argmax(-1))

@@ -206,7 +206,7 @@ class _Mixing(nn.Linear):
 def test_head_that_may_mix_positions_is_refused() -> None:
     model = llama()
     model.lm_head = _Mixing(32, VOCAB, bias=False)
-    with pytest.raises(UnsupportedError, match="lm_head is _Mixing, of which it is not known"):
+    with pytest.raises(UnsupportedError, match="lm_head is _Mixing, which is not known"):
         chunked(model)
 
 

@@ -38,8 +38,8 @@ EXACT = {
     "chameleon": "logits of some tokens overwritten",
 }
 REFUSED = {
-    "idefics": "is IdeficsDecoupledLinear, of which it is not known",
-    "fsmt": "is Embedding, of which it is not known",
+    "idefics": "is IdeficsDecoupledLinear, which is not known",
+    "fsmt": "is Embedding, which is not known",
     "perceiver": "has no language-model head",
 }
 

@@ -1,0 +1,240 @@
+"""The steps of a loop of one's own: closures that are undone and run again where memory runs out.
+
+A closure holds the whole window of a step: gradients set to None, and forward and backward of each micro-batch. It is
+undone as a whole and runs again as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_ckpt.distributed import deepspeed, store
+from hf_ckpt.patch.apply import Applied
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.recovery.accumulation_window import (
+    Buffers,
+    Gradients,
+    GradientsOfOthers,
+    SavedBuffers,
+    StepParameters,
+    describe_tensors,
+    nested_named_tensors,
+    one_of_each_device,
+)
+from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots
+from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung, Size
+from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
+from hf_ckpt.regions.execution_state import RandomState, is_compiled
+from hf_ckpt.structure.layers import is_sharded
+from hf_ckpt.trainer.batch import batch_of
+from hf_ckpt.trainer.device_peak import DevicePeak
+from hf_ckpt.trainer.other_models import trained_beside
+from hf_ckpt.trainer.part import Planning
+
+logger = logging.getLogger(__name__)
+
+_TO_DO = (
+    "Keep it as an attribute of a module of the model, or name its owner in `undo`; draw batches before the closure."
+)
+_version = attrgetter("_version")
+
+
+class ClosureSteps:
+    """Runs the steps of one loop.
+
+    Args:
+        model: that the closures train.
+        applied: the plan that is in force on it, by one handle for all plans.
+        planning: with policy `auto` it knows leaner plans.
+        change_plan: puts another plan in force.
+        is_exact: forbid plans that add sums in another order.
+        quiet_steps: see `Ladder`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        applied: Applied,
+        planning: Planning,
+        change_plan: Callable[[Plan], None],
+        *,
+        is_exact: bool,
+        quiet_steps: int,
+    ) -> None:
+        self._applied = applied
+        planner: Any = planning if planning.changes_plans else None
+        self._planning = planner
+        self._change_plan = change_plan
+        self._is_exact = is_exact
+        ladder = Ladder(applied.plan, quiet_steps, Room(planner, DevicePeak(next(model.parameters()).device)))
+        self._escalation = Escalation(ladder, self._next_rung, self._stand_on_rung)
+        why = _why_not(model)
+        self._is_undone = why is None
+        if why is None:
+            applied.join_ladder()
+        else:
+            logger.warning("applied.step() calls its closure once: %s. Running out of memory is an error.", why)
+        self._model = model
+        self._num_steps = 0
+        self._buffers = Buffers()
+        self._undo: Sequence[object] = ()
+        self._snapshots = AttributeSnapshots(("", model))
+        self._parameters = StepParameters(model)
+        self._on_devices = one_of_each_device(model)
+
+    @property
+    def num_recovered(self) -> int:
+        """How many steps went on after they had run out of memory."""
+        return self._escalation.num_recovered
+
+    def _next_rung(self, plan: Plan, failure: Failure, rerun: int) -> Rung | None:
+        given = plan, failure, self._applied, self._model, self._planning
+        return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
+
+    def _stand_on_rung(self, rung: Rung) -> None:
+        self._change_plan(rung.plan)
+
+    def run(self, closure: Callable[[], Any], batch: Any, undo: Sequence[object]) -> Any:
+        """Return what a closure returns, under a leaner plan where need be. See `AppliedInLoop.step`.
+
+        Raises:
+            OutOfMemoryError: there is no leaner plan, or the closure cannot be undone.
+            PlanMismatchError: what ran again was not the same computation.
+        """
+        if not self._is_undone:
+            return closure()
+        escalation, ladder = self._escalation, self._escalation.ladder
+        escalation.begin_step()
+        self._num_steps += 1
+        inputs = list(nested_named_tensors(batch))
+        size = Size.of(inputs)
+        shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
+        # The planner of a loop sees no forward.
+        planned = batch_of((), batch) if isinstance(batch, Mapping) else None
+        named = [*((f"undo[{number}]", each) for number, each in enumerate(undo)), *trained_beside(closure)]
+        found = [each for _, each in named]
+        if len(found) != len(self._undo) or not all(map(is_, found, self._undo)):
+            self._undo = found
+            self._snapshots = AttributeSnapshots(("", self._model), *named)
+        if inputs:
+            escalation.stand_on(ladder.level_for(size))
+        attributes, modules = self._snapshots.now(), self._snapshots.modules
+        parameters = self._parameters.of(modules, self._snapshots.parameters)
+        proof = ReplayProof(f"Step {self._num_steps}", "forward", self._model.parameters, _TO_DO)
+        noted = attributes, self._buffers.of(modules), RandomState.of(*self._on_devices)
+        window = _ClosureWindow(*parameters, inputs, noted)
+
+        def attempt() -> tuple[Any, Failed | None]:
+            with _forwards_noted(self._model, proof, ladder):
+                returned, failure = escalation.attempt(closure)
+            return returned, None if failure is None else Failed(failure, self._num_steps, size, shapes, planned)
+
+        def run_again() -> tuple[Any, Failed | None]:
+            window.undo()
+            generators = RandomState.of(*self._on_devices).others_than(window.randomness)
+            proof.check_start(generators, names_of(window.new_gradients(), self._model))
+            proof.begin_replay()
+            returned, failed = attempt()
+            if failed is None:
+                proof.end_replay()
+            return returned, failed
+
+        returned, failed = attempt()
+        if failed is not None:
+            returned = escalation.recover(failed, window.fault, run_again)
+        self._buffers.learn(window.buffers)
+        ladder.passed(size, planned)
+        ladder.end_step()
+        return returned
+
+
+@contextmanager
+def _forwards_noted(model: nn.Module, proof: ReplayProof, ladder: Ladder) -> Iterator[None]:
+    """Let a proof see the forwards of a model while the block runs: a closure shows nothing else of its losses."""
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            proof.begin_micro_batch(nested_named_tensors([args, kwargs]), ladder.rung.plan)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            proof.note_loss(output)
+
+    hooks = model.register_forward_pre_hook(begin, with_kwargs=True), model.register_forward_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _ClosureWindow:
+    """What things were like before a closure, and what brings that back."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+        inputs: Sequence[tuple[str, Tensor]],
+        noted: tuple[Attributes, SavedBuffers, RandomState],
+    ) -> None:
+        self._attributes, self.buffers, self.randomness = noted
+        self._parameters = [*parameters, *others]
+        self._versions = list(map(_version, self._parameters))
+        self._gradients = Gradients(parameters)
+        self._gradients_of_others = GradientsOfOthers(others)
+        self._inputs = [(name, tensor, tensor._version) for name, tensor in inputs]
+
+    def fault(self) -> str | None:
+        """Return why the closure cannot be undone; None if it can."""
+        if list(map(_version, self._parameters)) != self._versions:
+            return "weights have changed since it began: the optimizer's step belongs behind applied.step()"
+        if self._gradients.are_written():
+            return (
+                "it has added to gradients that were there before, or set them to zero in place. Let it begin with "
+                "optimizer.zero_grad(), which sets them to None"
+            )
+        if fault := self._gradients_of_others.fault():
+            return fault
+        if written := [name for name, tensor, version in self._inputs if tensor._version != version]:
+            return f"it has written to its batch: {', '.join(written)}"
+        large = "it has written to large tensors among what it is to undo"
+        return self._attributes.describe_lost(large) or self.buffers.describe_lost()
+
+    def undo(self) -> None:
+        """Bring everything back; gradients that are new are dropped."""
+        self._gradients.drop_new()
+        self._gradients_of_others.restore()
+        # Casts of weights that the failed forward has left hold its graph.
+        torch.clear_autocast_cache()
+        self._attributes.restore()
+        self.buffers.restore()
+        self.randomness.restore()
+
+    def new_gradients(self) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient which was not there."""
+        return [*self._gradients.new(), *self._gradients_of_others.new()]
+
+
+def _why_not(model: nn.Module) -> str | None:
+    """Return why no step of a model is repeated; None if steps are."""
+    if store.num_processes() > 1:
+        return "there is more than one process, and no step is repeated in one of them alone"
+    modules = list(model.modules())
+    if is_sharded(model) or deepspeed.is_sharded(model):
+        return "the model is sharded by an engine"
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
+        return "DistributedDataParallel is around the model, which cannot stop a step half-way"
+    if any(map(is_compiled, modules)):
+        return "the model is compiled, and a plan is not changed inside of it"
+    return None

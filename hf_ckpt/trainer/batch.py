@@ -1,0 +1,191 @@
+"""A micro-batch, as the model is given it: of text by its sizes, else by all of its tensors.
+
+Whole numbers come with their values, which a model may compute shapes of, all other tensors as shapes.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import le
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_ckpt.upstream.torch import disable_current_modes
+
+TOKENS, MASK, POSITIONS, LABELS = "input_ids", "attention_mask", "position_ids", "labels"
+
+_MAX_VALUES = 2**20
+"""Of whole numbers with so many elements the values are kept: tokens, their types and positions, sizes of images."""
+_MAX_SIZES = 4
+"""Numbers in a row of a table of sizes, such as time, height and width of an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """A tensor that a forward is called with."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: bytes | None = None
+    """None where they are not known, or are none that a model would compute shapes of."""
+    sizes: tuple[int, ...] = ()
+    """Of a table of sizes, such as `image_grid_thw` [images, 3]: the product of each row, largest first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def holds(self, other: InputTensor) -> bool:
+        """Whether the other one is of the same kind and in no way larger."""
+        return (
+            self.dtype == other.dtype
+            and _is_within(other.shape, self.shape)
+            and len(other.shape) == len(self.shape)
+            and _is_within(other.sizes, self.sizes)
+        )
+
+    def describe(self) -> str:
+        """Return name and shape, such as `pixel_values [2, 3, 336, 336]`."""
+        return f"{self.name} {[*self.shape]}"
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON holds it; see `from_json`."""
+        values = None if self.values is None else base64.b64encode(self.values).decode()
+        return [self.name, [*self.shape], str(self.dtype).removeprefix("torch."), values, [*self.sizes]]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> InputTensor:
+        """Return what `to_json` was called of."""
+        name, shape, dtype, values, sizes = fields
+        content = None if values is None else base64.b64decode(values)
+        return cls(name, tuple(shape), getattr(torch, dtype), content, tuple(sizes))
+
+    def make(self, like: Tensor) -> Tensor:
+        """Return the tensor: real where its values are known, else as fake as `like`."""
+        if self.values is None:
+            return like.new_empty(self.shape, dtype=self.dtype)
+        with disable_current_modes():
+            return torch.frombuffer(bytearray(self.values), dtype=self.dtype).view(self.shape)
+
+
+def outline(name: str, tensor: Tensor) -> InputTensor:
+    """Return a tensor without its values. Those of a table of sizes are read, as the model itself will do."""
+    return InputTensor(name, tuple(tensor.shape), tensor.dtype, sizes=_sizes(tensor))
+
+
+def with_values(name: str, tensor: Tensor) -> InputTensor:
+    """Return a tensor with its values, where it holds whole numbers, and not too many. Waits for the device."""
+    values = None
+    if _is_whole(tensor) and 0 < tensor.numel() <= _MAX_VALUES:
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return InputTensor(name, tuple(tensor.shape), tensor.dtype, values, _sizes(tensor))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    is_table = tensor.dim() == 2 and 1 < tensor.shape[1] <= _MAX_SIZES and tensor.dtype is not torch.bool
+    if not is_table or not _is_whole(tensor):
+        return ()
+    return tuple(sorted(map(prod, tensor.tolist()), reverse=True))
+
+
+def _is_within(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    return len(small) <= len(large) and all(map(le, small, large))
+
+
+Settings = tuple[tuple[str, Hashable], ...]
+"""Plain values that a forward is called with besides tensors, by name, such as `return_loss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch."""
+
+    rows: int
+    """1 where documents are packed into one."""
+    length: int
+    """Tokens of a row, padding included; 0 where the model reads none."""
+    is_padded: bool = False
+    """Whether rows may hold padding, so that the model gets a mask."""
+    is_packed: bool = False
+    """Whether a row holds several documents."""
+    more: tuple[str, ...] = ()
+    """Names of further inputs [B, S], such as `token_type_ids`, and a mask that comes without padding too."""
+    tensors: tuple[InputTensor, ...] = ()
+    """Everything that the forward gets, where it is more than text, such as images."""
+    settings: Settings = ()
+    """What it gets besides them, such as `return_loss`."""
+
+    def holds(self, other: Batch) -> bool:
+        """Whether the other one has no more rows, no longer ones, and no further or larger inputs."""
+        # Whether a mask has anything to mask is not compared: reading it would wait for the device in each step.
+        mine, its = self._inputs, other._inputs
+        is_text_held = self.rows >= other.rows and self.length >= other.length and mine >= its
+        tensors = {tensor.name: tensor for tensor in self.tensors}
+        are_tensors_held = all(each.name in tensors and tensors[each.name].holds(each) for each in other.tensors)
+        return is_text_held and are_tensors_held and set(self.settings) >= set(other.settings)
+
+    @property
+    def _inputs(self) -> set[str]:
+        """What the forward is given; tokens and labels come with every text."""
+        of_text = (*((MASK,) if self.is_padded else ()), *((POSITIONS,) if self.is_packed else ()))
+        return {*self.more, *of_text, *(tensor.name for tensor in self.tensors)}
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON holds it; see `from_json`."""
+        sizes = [self.rows, self.length, self.is_padded, self.is_packed, [*self.more]]
+        return [*sizes, [each.to_json() for each in self.tensors], [*self.settings]]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Batch:
+        """Return what `to_json` was called of."""
+        rows, length, is_padded, is_packed, more, tensors, settings = fields
+        made = tuple(map(InputTensor.from_json, tensors)), tuple((name, value) for name, value in settings)
+        return cls(rows, length, is_padded, is_packed, tuple(more), *made)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of everything that the forward gets, where it is more than text."""
+        return (*(each.name for each in self.tensors), *(name for name, _ in self.settings))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors; 0 of text."""
+        return sum(each.num_bytes for each in self.tensors)
+
+    def describe(self) -> str:
+        """Return rows, length and further inputs, such as `2 sequences of 2,048 tokens`."""
+        rows = "1 sequence" if self.rows == 1 else f"{self.rows} sequences"
+        length = f" of {self.length:,} tokens" if self.length else ""
+        further = [each.describe() for each in self.tensors if each.shape != (self.rows, self.length)]
+        further = [*(name for name in self.more if name not in (MASK, POSITIONS)), *further]
+        more = f" with {', '.join(further)}" if further else ""
+        return f"{rows}{length}{' of several documents' if self.is_packed else ''}{more}"
+
+
+def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
+    """Return the batch that a model's forward is called with, or None where it gets no token ids [B, S]."""
+    ids = kwargs.get(TOKENS, args[0] if args else None)
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return None
+    # A mask may have nothing to mask; reading it would wait for the device.
+    has_mask = kwargs.get(MASK) is not None
+    is_packed = kwargs.get(POSITIONS) is not None and not has_mask
+    known = (TOKENS, MASK, LABELS, *((POSITIONS,) if is_packed else ()))
+    more = (name for name, value in kwargs.items() if name not in known and is_like_tokens(value, ids))
+    return Batch(ids.shape[0], ids.shape[1], has_mask, is_packed, tuple(sorted(more)))
+
+
+def is_like_tokens(value: Any, ids: Tensor) -> bool:
+    """Whether a value holds a whole number, or a yes or no, for each token."""
+    return isinstance(value, Tensor) and value.shape == ids.shape and not value.is_floating_point()
