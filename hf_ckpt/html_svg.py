@@ -6,7 +6,7 @@ Colours are those of Okabe and Ito (2008), which people with any kind of colour 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape as escape
 from itertools import chain
 
@@ -14,7 +14,6 @@ from hf_ckpt.units import format_bytes
 
 _STYLE = "font-family:system-ui,sans-serif;font-size:13px"
 _CELL, _HIGH = 18, 16
-_MOST_POINTS = 400
 _AMOUNT = re.compile(r"[\d,.]+( [KMGT]?i?B)?")
 
 
@@ -96,43 +95,28 @@ def _swatch(colour: str) -> str:
 
 
 def areas(
-    seconds: Sequence[float],
-    columns: Mapping[str, Sequence[int]],
+    moments: Sequence[float],
+    edges: Mapping[str, tuple[Sequence[int], Sequence[int]]],
     colours: Mapping[str, str],
     *,
     label: str,
     over: str,
 ) -> str:
-    """Return bytes over time, one area a column, the first one lowest, with the peak written above.
+    """Return bytes over time, one area between two edges for each name, with the peak written above.
 
-    `seconds`: of each entry; their numbers count where it is empty. `over`: written below.
+    `moments`: of each entry, from 0 on. `over`: written below.
     """
     width, height, left, low = 640.0, 240.0, 4.0, 20.0
-    totals = [sum(each) for each in zip(*columns.values(), strict=True)]
-    has_times = len(seconds) > 0
-    peak, end = max(totals, default=0) or 1, (seconds[-1] if has_times else len(totals) - 1) or 1
-    shown = list(_highest(totals))
-    x = [left + (seconds[index] if has_times else index) / end * (width - 2 * left) for index in shown]
-    below, drawn = [0] * len(shown), []
-    for name, values in columns.items():
-        above = [under + values[index] for under, index in zip(below, shown, strict=True)]
-        upper, lower = (_scaled(edge, peak, low, height - low) for edge in (above, below))
+    peak = max(chain.from_iterable(above for _, above in edges.values()), default=0) or 1
+    end = moments[-1] or 1
+    x = [left + moment / end * (width - 2 * left) for moment in moments]
+    drawn = []
+    for name, (below, above) in edges.items():
+        lower, upper = ([height - low - level / peak * (height - 2 * low) for level in edge] for edge in (below, above))
         points = chain(zip(x, upper, strict=True), reversed(list(zip(x, lower, strict=True))))
         path = " ".join(f"{at:.1f},{level:.1f}" for at, level in points)
         drawn.append(element("polygon", element("title", escape(name)), points=path, fill=colours[name]))
-        below = above
     said = f"peak {format_bytes(peak)}"
     drawn.append(element("text", said, x=left, y=14, fill="currentColor", font_size=13))
     drawn.append(element("text", escape(over), x=left, y=height - 4, fill="currentColor", font_size=13))
     return svg(width, height, *drawn, label=f"{label}: {said}")
-
-
-def _highest(totals: Sequence[int]) -> Iterator[int]:
-    """Yield entries to draw: of each stretch, the highest, so that the peak stays."""
-    size = -(-len(totals) // _MOST_POINTS) or 1
-    for start in range(0, len(totals), size):
-        yield max(range(start, min(start + size, len(totals))), key=totals.__getitem__)
-
-
-def _scaled(levels: Sequence[int], peak: int, top: float, bottom: float) -> list[float]:
-    return [bottom - level / peak * (bottom - top) for level in levels]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe import upstream_fields
 
 SENTENCES = [
     ("The sun", " rises in the east and sets in the west."),
@@ -110,7 +110,9 @@ def has_wanted(completions: list[Any], wanted: list[str], **more: Any) -> list[f
 
 def can_be_loaded(recipe: Path) -> bool:
     """Whether what a recipe needs to be read is installed."""
-    return field_types.trl_version() is not None or not re.search("^trainer:", recipe.read_text("utf-8"), re.MULTILINE)
+    return upstream_fields.trl_version() is not None or not re.search(
+        "^trainer:", recipe.read_text("utf-8"), re.MULTILINE
+    )
 
 
 def on_weights(weights: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hf_ckpt.html_svg import element, escape, html_table, svg
 from hf_ckpt.planner.advice import slower_by
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.plots import stairs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import UNITS, format_bytes
 
@@ -114,15 +115,15 @@ class Page:
         marks = [(step.time.total, float(step.peak_bytes)) for step in self.steps.values()]
         scale = _Scale.of([*curve, *marks])
         drawn = [*scale.axes(), *scale.limit(self.device)]
-        stairs = [scale.at(*point) for point in _stairs(sorted(curve))]
-        drawn.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in stairs), class_="stairs"))
+        line = [scale.at(*point) for point in stairs(sorted(curve))]
+        drawn.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in line), class_="stairs"))
         for seconds, peak in curve:
             said = f"the planner, for less: peak {format_bytes(peak)}, a step in {format_seconds(seconds)}"
             drawn.append(_point(scale.at(seconds, peak), said, f"curve {seconds} {peak}", is_choice=True))
         for number, (name, step) in enumerate(self.steps.items()):
             at = scale.at(step.time.total, step.peak_bytes)
             drawn.append(_point(at, self._said(name, step), str(number)))
-        drawn += _labels({name: scale.at(s.time.total, s.peak_bytes) for name, s in self.steps.items()}, stairs)
+        drawn += _labels({name: scale.at(s.time.total, s.peak_bytes) for name, s in self.steps.items()}, line)
         picture = svg(_WIDTH, _HEIGHT, *drawn, label="peak memory against the time of a step")
         hint = "Point at a mark. The line is what the planner chooses as the budget changes."
         return element("div", picture, class_="wide") + element("p", escape(hint), id="said", aria_live="polite")
@@ -186,14 +187,6 @@ def _point(at: tuple[float, float], said: str, row: str, *, is_choice: bool = Fa
     given = {"class_": "point choice" if is_choice else "point", "data_row": row, "data_said": said}
     reached = {} if is_choice else {"tabindex": 0}
     return element("circle", element("title", escape(said)), cx=x, cy=y, r=7, **given, **reached)
-
-
-def _stairs(curve: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the corners too: between two choices the slower one is the best that fits."""
-    for (seconds, peak), (slower, _) in pairwise(curve):
-        yield seconds, peak
-        yield slower, peak
-    yield from curve[-1:]
 
 
 def _labels(points: Mapping[str, tuple[float, float]], line: Sequence[tuple[float, float]]) -> Iterator[str]:

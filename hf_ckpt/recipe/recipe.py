@@ -17,12 +17,12 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document, resolve_path, there_is_no, write_yaml
-from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.other_formats import other_format, says_other_format
 from hf_ckpt.recipe.rules import check_rules
 from hf_ckpt.recipe.schema import REQUIRED_SECTIONS, TRAINER, Draft, check_sections
 from hf_ckpt.recipe.trainer_kinds import REWARDS, TrainerKind, kind_of
 from hf_ckpt.recipe.trainer_rules import written_rewards
+from hf_ckpt.recipe.upstream_fields import has_virtual_tokens
 
 Values = Mapping[str, Any]
 

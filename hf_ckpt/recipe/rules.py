@@ -19,7 +19,7 @@ from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.options import POLICY_OPTIONS, READERS, is_whole, parse_prove
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
 from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode, Policy
-from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe import upstream_fields
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import resolve_path
 from hf_ckpt.recipe.field_types import show
@@ -243,7 +243,7 @@ def _adapter_targets_are_named(draft: Draft) -> Iterator[Refusal]:
 def _virtual_tokens_are_trained(draft: Draft) -> Iterator[Refusal]:
     """Refuse what PEFT leaves out, without an error, where an adapter has tokens of its own."""
     kind = draft.get("adapter.type")
-    if kind is None or not field_types.has_virtual_tokens(kind):
+    if kind is None or not upstream_fields.has_virtual_tokens(kind):
         return
     if not draft.has("adapter.num_virtual_tokens"):
         yield "adapter.num_virtual_tokens", "missing. Write how many tokens to train, such as 20."
@@ -452,7 +452,7 @@ def _one_plan_governs(draft: Draft) -> Iterator[Refusal]:
 
 def _training(draft: Draft, name: str) -> Any:
     """Return a value of the training section, or its default."""
-    return draft.get(f"training.{name}", field_types.training_keys((draft.trainer or TEXT).of_trl)[name].default)
+    return draft.get(f"training.{name}", upstream_fields.training_keys((draft.trainer or TEXT).of_trl)[name].default)
 
 
 def _are_counts(*values: object) -> bool:

@@ -1,20 +1,20 @@
 """Which keys each section of a recipe takes, and what their values may be.
 
-`training`, `lora`, `adapter` and `quantization` take the upstream classes' own fields (`field_types` reads them); the
-keys of `model`, `data` and `checkpointing` are listed here.
+`training`, `lora`, `adapter` and `quantization` take the upstream classes' own fields (`upstream_fields`); the keys of
+`model`, `data` and `checkpointing` are listed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 from hf_ckpt.errors import did_you_mean, shortened
-from hf_ckpt.policy.options import CallbackOptions, types_of
-from hf_ckpt.recipe import field_types
+from hf_ckpt.policy.options import CallbackOptions
+from hf_ckpt.recipe import upstream_fields
 from hf_ckpt.recipe.document import Entry, Location, Mistakes
-from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
+from hf_ckpt.recipe.field_types import Hint, accepts, advice, describe, show, simplified
 from hf_ckpt.recipe.install_command import install_command
 from hf_ckpt.recipe.trainer_kinds import (
     NOT_POSSIBLE,
@@ -25,6 +25,7 @@ from hf_ckpt.recipe.trainer_kinds import (
     TrainerKind,
     kind_of,
 )
+from hf_ckpt.recipe.upstream_fields import DTYPES, Key, Keys
 
 
 @dataclass(frozen=True)
@@ -42,37 +43,37 @@ TRAINER = "trainer"
 REQUIRED_SECTIONS = ("model", "data", "training")
 
 _MODEL = {
-    "name_or_path": "str | None",
-    "config": "dict | None",
-    "tokenizer": "str | dict | None",
-    "dtype": f"Literal{['auto', *DTYPES]} | None",
-    "attn_implementation": "str | None",
-    "revision": "str | None",
-    "trust_remote_code": "bool",
-    "num_labels": "int | None",
-    "base_recipe": "str | None",
+    "name_or_path": str | None,
+    "config": dict | None,
+    "tokenizer": str | dict | None,
+    "dtype": Literal["auto", *DTYPES] | None,
+    "attn_implementation": str | None,
+    "revision": str | None,
+    "trust_remote_code": bool,
+    "num_labels": int | None,
+    "base_recipe": str | None,
 }
 PREPARE_FOR_KBIT = "prepare_model_for_kbit_training"
 """The key of `quantization` that is a function of PEFT, and no field of `BitsAndBytesConfig`."""
 
 _DATA = {
-    "path": "str | list[str]",
-    "name": "str | None",
-    "split": "str | None",
-    "eval_path": "str | list[str] | None",
-    "eval_split": "str | None",
-    "eval_fraction": "float | None",
-    "columns": "dict | None",
-    "format": "Literal['text', 'prompt_completion', 'messages', 'images'] | None",
-    "max_length": "int | None",
-    "max_pixels": "int | None",
-    "max_images": "int | None",
-    "packing": "bool",
-    "chat_template": "str | None",
-    "loss_on": "Literal['completion', 'assistant', 'all'] | None",
-    "max_examples": "int | None",
-    "seed": "int",
-    "num_proc": "int | None",
+    "path": str | list[str],
+    "name": str | None,
+    "split": str | None,
+    "eval_path": str | list[str] | None,
+    "eval_split": str | None,
+    "eval_fraction": float | None,
+    "columns": dict | None,
+    "format": Literal["text", "prompt_completion", "messages", "images"] | None,
+    "max_length": int | None,
+    "max_pixels": int | None,
+    "max_images": int | None,
+    "packing": bool,
+    "chat_template": str | None,
+    "loss_on": Literal["completion", "assistant", "all"] | None,
+    "max_examples": int | None,
+    "seed": int,
+    "num_proc": int | None,
 }
 NO_PARALLELISM = (
     "a recipe's model is loaded whole in each process, or shared by FSDP or DeepSpeed: processes that share matrices "
@@ -84,11 +85,11 @@ NO_PARALLELISM = (
 DEFAULT_MAX_LENGTH = 1024
 """Of `data.max_length`, in tokens."""
 
-_COLUMNS = {"text": "str", "prompt": "str", "completion": "str", "messages": "str"}
+_COLUMNS = ("text", "prompt", "completion", "messages")
 _CHECKPOINTING = {
-    "policy": "str | dict | list[dict]",
-    "micro_batch": "Literal['auto'] | None",
-    **types_of(CallbackOptions),
+    "policy": str | dict | list[dict[str, Any]],
+    "micro_batch": Literal["auto"] | None,
+    **get_type_hints(CallbackOptions),
 }
 
 OTHER_NAMES = {
@@ -123,23 +124,23 @@ def sections(adapter: str | None, trainer: TrainerKind) -> dict[str, Section]:
 
     `adapter`: one of PEFT's kinds of adapters, where the recipe has one. `trainer`: whose arguments `training` takes.
     """
-    transformers = f"transformers {field_types.version('transformers')}"
+    transformers = f"transformers {upstream_fields.version('transformers')}"
     arguments_of = "trl" if trainer.of_trl else "transformers"
     known = (
         Section("model", "the model section", _own(_MODEL)),
-        Section("lora", f"LoraConfig (peft {field_types.version('peft')})", field_types.adapter_keys("lora")),
+        Section("lora", f"LoraConfig (peft {upstream_fields.version('peft')})", upstream_fields.adapter_keys("lora")),
         _adapter_section(adapter),
         Section(
             "quantization",
             f"BitsAndBytesConfig ({transformers})",
-            {**field_types.quantization_keys(), **_own({PREPARE_FOR_KBIT: "bool"})},
+            {**upstream_fields.quantization_keys(), **_own({PREPARE_FOR_KBIT: bool})},
         ),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
         Section(
             "training",
-            f"{trainer.arguments} ({arguments_of} {field_types.version(arguments_of)})",
-            field_types.training_keys(trainer.of_trl),
+            f"{trainer.arguments} ({arguments_of} {upstream_fields.version(arguments_of)})",
+            upstream_fields.training_keys(trainer.of_trl),
             ("output_dir",),
         ),
     )
@@ -149,31 +150,31 @@ def sections(adapter: str | None, trainer: TrainerKind) -> dict[str, Section]:
 def _adapter_section(kind: str | None) -> Section:
     owner, keys = "the adapter section", {}
     if kind is not None:
-        _, class_name = field_types.adapter_classes()[kind]
-        owner, keys = f"{class_name} (peft {field_types.version('peft')})", dict(field_types.adapter_keys(kind))
-    return Section("adapter", owner, {**_own({"type": "str"}), **keys}, ("type",))
+        _, class_name = upstream_fields.adapter_classes()[kind]
+        owner, keys = f"{class_name} (peft {upstream_fields.version('peft')})", dict(upstream_fields.adapter_keys(kind))
+    return Section("adapter", owner, {**_own({"type": str}), **keys}, ("type",))
 
 
 def nested_sections(model_type: object, trainer: TrainerKind) -> dict[str, Section]:
     """Return what is known of the mappings inside sections, by key path."""
-    columns = _COLUMNS if trainer.is_text else dict.fromkeys((*trainer.columns, *trainer.more_columns), "str")
+    columns = _COLUMNS if trainer.is_text else (*trainer.columns, *trainer.more_columns)
     known = {
-        "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own({"train": "dict"}), ("train",)),
+        "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own({"train": dict}), ("train",)),
         "model.tokenizer.train": Section(
-            "model.tokenizer.train", "a tokenizer's training", _own({"vocab_size": "int"}), ("vocab_size",)
+            "model.tokenizer.train", "a tokenizer's training", _own({"vocab_size": int}), ("vocab_size",)
         ),
-        "data.columns": Section("data.columns", "the mapping of columns", _own(columns)),
+        "data.columns": Section("data.columns", "the mapping of columns", _own(dict.fromkeys(columns, str))),
     }
-    config = field_types.config_keys(model_type) if isinstance(model_type, str) else None
+    config = upstream_fields.config_keys(model_type) if isinstance(model_type, str) else None
     if config is not None:
         class_name, keys = config
-        owner = f"{class_name} (transformers {field_types.version('transformers')})"
+        owner = f"{class_name} (transformers {upstream_fields.version('transformers')})"
         known["model.config"] = Section("model.config", owner, keys, ("model_type",))
     return known
 
 
-def _own(types: Mapping[str, str]) -> Keys:
-    return {name: Key(parse_type(annotation)) for name, annotation in types.items()}
+def _own(hints: Mapping[str, Hint]) -> Keys:
+    return {name: Key(simplified(hint)) for name, hint in hints.items()}
 
 
 # In what is ours, null means that a key is not there: it takes away what another recipe gave.
@@ -265,10 +266,10 @@ def _trainer_kind(draft: Draft) -> TrainerKind | None:
 
 
 def _is_installed(draft: Draft, kind: TrainerKind) -> bool:
-    found = field_types.trl_version() if kind.of_trl else OLDEST_TRL
+    found = upstream_fields.trl_version() if kind.of_trl else OLDEST_TRL
     if found is not None and found >= OLDEST_TRL:
         return True
-    what = "is not installed" if found is None else f"is installed in version {field_types.version('trl')}"
+    what = "is not installed" if found is None else f"is installed in version {upstream_fields.version('trl')}"
     draft.refuse(TRAINER, f"is a trainer of trl, which {what}. Run: {install_command('trl')}")
     return False
 
@@ -277,7 +278,7 @@ def _adapter_kind(draft: Draft) -> str | None:
     """Return the kind of adapter of a recipe, if it is one that PEFT has."""
     kind = draft.written("adapter.type")
     # Looked up only where it is needed: that reads a file of each kind.
-    return kind if isinstance(kind, str) and kind in field_types.adapter_classes() else None
+    return kind if isinstance(kind, str) and kind in upstream_fields.adapter_classes() else None
 
 
 def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:
@@ -287,12 +288,12 @@ def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:
     if not isinstance(entry.value, dict):
         draft.refuse("adapter", f"expected a mapping. {_EXAMPLES['adapter']}")
         return
-    kind, kinds = draft.written("adapter.type"), sorted(field_types.adapter_classes())
+    kind, kinds = draft.written("adapter.type"), sorted(upstream_fields.adapter_classes())
     if kind is None:
         draft.refuse("adapter.type", f"missing. {_EXAMPLES['adapter']}")
     else:
         near = did_you_mean(str(kind).lower(), kinds)
-        version = field_types.version("peft")
+        version = upstream_fields.version("peft")
         draft.refuse("adapter.type", f"peft {version} has no such adapter.{near} It has {', '.join(kinds)}.")
 
 
@@ -331,17 +332,15 @@ def _check_section(draft: Draft, section: Section, entry: Entry, known: dict[str
     return valid
 
 
-def _check_type(draft: Draft, path: str, value: object, expected: Type) -> bool:
+def _check_type(draft: Draft, path: str, value: object, expected: Hint) -> bool:
     if path == "training.parallelism_config" and value is not None:
         draft.refuse(path, NO_PARALLELISM)
         return False
     # Python's None is text in YAML, and would be taken for a name.
-    is_python_none = value == "None" and expected.accepts(None)
-    if expected.accepts(value) and not is_python_none:
+    is_python_none = value == "None" and accepts(expected, None)
+    if accepts(expected, value) and not is_python_none:
         return True
-    draft.refuse(
-        path, f"expected {expected.describe()}.{' Write null.' if is_python_none else advice(value, expected)}"
-    )
+    draft.refuse(path, f"expected {describe(expected)}.{' Write null.' if is_python_none else advice(value, expected)}")
     return False
 
 
@@ -360,7 +359,7 @@ def _check_nested(draft: Draft, known: dict[str, Section]) -> None:
 
 def _check_model_type(draft: Draft, model_type: object) -> None:
     scores_rows = draft.trainer is not None and draft.trainer.scores_rows
-    types = field_types.model_types("SEQUENCE_CLASSIFICATION" if scores_rows else "CAUSAL_LM")
+    types = upstream_fields.model_types("SEQUENCE_CLASSIFICATION" if scores_rows else "CAUSAL_LM")
     if model_type is None:
         draft.refuse("model.config.model_type", f"missing. {_EXAMPLES['model.config']}")
     elif types and model_type not in types:
@@ -382,9 +381,11 @@ def _elsewhere(name: object, section: Section | None, known: dict[str, Section])
 
 def _of_trainers(name: str) -> str:
     """Return which other trainers take a key of `training`."""
-    if field_types.trl_version() is None:
+    if upstream_fields.trl_version() is None:
         return ""
-    words = [word for word, kind in TRAINERS.items() if kind.of_trl and name in field_types.training_keys(kind.of_trl)]
+    words = [
+        word for word, kind in TRAINERS.items() if kind.of_trl and name in upstream_fields.training_keys(kind.of_trl)
+    ]
     choices = " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
     return f" It belongs to trainer: {choices}." if words else ""
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.simulation.step_memory import COLOURS, Category, StepMemory, Timeline
+from hf_ckpt.simulation.step_memory import COLOURS, Category, StepMemory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,8 +34,6 @@ _COLUMNS = 3
 _PANEL = (4.6, 3.4)
 _SINGLE = (9.0, 6.2)
 _FONT = 14
-# Pixels across a panel: more moments than that cannot be seen.
-_MOMENTS = 500
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def draw_steps(steps: Mapping[str, StepMemory], path: Path, *, title: str, limit
     figure = _figure((_PANEL[0] * num_columns + 0.6, _PANEL[1] * num_rows + 1.5), title)
     axes = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
     unit = _unit_of(max(step.peak_bytes for step in steps.values()))
-    longest = max(_x_of(step.timeline, -1) for step in steps.values())
+    longest = max(step.timeline.stacked()[0][-1] for step in steps.values())
     clock = _clock_of(longest)
     top = max(step.peak_bytes for step in steps.values()) / unit.size
     for (name, step), panel in zip(steps.items(), axes.flat, strict=False):
@@ -117,11 +115,17 @@ def draw_frontier(
     labels = [*marks]
     if chosen:
         labels.append((curve.label, *_farthest(panel, chosen, marks)))
-    corners = [(after, peak) for (_, peak), (after, _) in pairwise(chosen)]
-    stairs = sorted((*chosen, *corners), key=lambda point: (point[0], -point[1]))
     ends = [] if limit_bytes is None or not limit else [(x, limit_bytes / unit.size) for x in panel.get_xlim()]
-    _label(panel, labels, [stairs, ends], limit)
+    _label(panel, labels, [list(stairs(chosen)), ends], limit)
     _save(figure, path)
+
+
+def stairs(curve: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield the points of a curve and its corners: between two choices the slower one is the best that fits."""
+    for (seconds, peak), (slower, _) in pairwise(curve):
+        yield seconds, peak
+        yield slower, peak
+    yield from curve[-1:]
 
 
 def _marks(points: Mapping[str, StepMemory], unit: _Unit) -> Iterator[tuple[str, float, float]]:
@@ -186,16 +190,10 @@ def _draw_step(panel: Axes, name: str, step: StepMemory, unit: _Unit) -> None:
 
 
 def _areas(step: StepMemory, unit: _Unit) -> tuple[list[float], list[tuple[Category, list[float], list[float]]]]:
-    """Return the moments that are drawn, and the lower and upper edge of each category there, the lowest first."""
-    moments, areas = _moments(step.timeline), []
-    below = [0.0] * len(moments)
-    for category in COLOURS:
-        column = step.timeline.bytes_by_category.get(category)
-        if column is not None:
-            above = [low + column[index] / unit.size for low, index in zip(below, moments, strict=True)]
-            areas.append((category, below, above))
-            below = above
-    return [_x_of(step.timeline, index) for index in moments], areas
+    """Return the moments that are drawn, and the edges of each category there in the unit, the lowest first."""
+    x, edges = step.timeline.stacked()
+    in_unit = {category: [[level / unit.size for level in edge] for edge in both] for category, both in edges.items()}
+    return x, [(category, below, above) for category, (below, above) in in_unit.items()]
 
 
 def _name_areas(panel: Axes, step: StepMemory, unit: _Unit, taken: Sequence[Any]) -> None:
@@ -222,22 +220,6 @@ def _rooms(
         first, last = bisect_left(x, centre - width / 2), bisect_right(x, centre + width / 2)
         if centre - width / 2 >= x[0] and centre + width / 2 <= x[-1]:
             yield at, max(below[first:last]), min(above[first:last])
-
-
-def _moments(timeline: Timeline) -> list[int]:
-    """Return the events to draw: of each stretch of time, the one with most memory, so that peaks stay."""
-    totals = timeline.total_bytes()
-    end = _x_of(timeline, len(totals) - 1) or 1.0
-    best: dict[int, int] = {}
-    for index, total in enumerate(totals):
-        stretch = int(_x_of(timeline, index) / end * _MOMENTS)
-        if stretch not in best or total > totals[best[stretch]]:
-            best[stretch] = index
-    return sorted(best.values())
-
-
-def _x_of(timeline: Timeline, index: int) -> float:
-    return timeline.seconds[index] if len(timeline.seconds) else float(range(len(timeline.places))[index])
 
 
 def _legend(figure: Figure, used: set[Category]) -> None:

@@ -44,6 +44,8 @@ class Category(StrEnum):
     """The rest: what operators allocate and free, gradients of activations, the inputs of the step."""
 
 
+# Pixels across a picture: more moments than that cannot be seen.
+_STRETCHES = 500
 COLOURS: Mapping[Category, str] = {
     Category.PARAMETERS: "#999999",
     Category.GATHERED: "#000000",
@@ -156,6 +158,29 @@ class Timeline:
         """Return the bytes of all categories after each event."""
         return tuple(map(sum, zip(*self.bytes_by_category.values(), strict=True)))
 
+    def stacked(self) -> tuple[list[float], dict[Category, tuple[list[int], list[int]]]]:
+        """Return what pictures show: moments, and the lower and upper edge of each category there, the lowest first.
+
+        Moments are seconds, or numbers of events where no time was predicted.
+        """
+        totals = self.total_bytes()
+        x = self.seconds or tuple(map(float, range(len(totals))))
+        end = (x[-1] if x else 0.0) or 1.0
+        best: dict[int, int] = {}
+        # Of each stretch of time the event with most memory is shown, so that peaks stay.
+        for index, total in enumerate(totals):
+            stretch = int(x[index] / end * _STRETCHES)
+            if stretch not in best or total > totals[best[stretch]]:
+                best[stretch] = index
+        shown = sorted(best.values())
+        below, edges = [0] * len(shown), {}
+        for category in COLOURS:
+            if (column := self.bytes_by_category.get(category)) is not None:
+                above = [low + column[index] for low, index in zip(below, shown, strict=True)]
+                edges[category] = below, above
+                below = above
+        return [x[index] for index in shown], edges
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -233,14 +258,14 @@ class StepMemory:
 
     def picture(self) -> str:
         """Return memory over the step as SVG, stacked by category."""
-        found = self.timeline.bytes_by_category
-        columns = {str(category): found[category] for category in COLOURS if category in found}
-        colours = {str(category): colour for category, colour in COLOURS.items() if category in found}
+        moments, edges = self.timeline.stacked()
+        named = {str(category): each for category, each in edges.items()}
+        colours = {str(category): COLOURS[category] for category in edges}
         seconds = self.timeline.seconds
         over, shown = "one step, event by event", seconds[-1] if seconds else 0.0
         if shown:
             # Of many micro-batches only those are simulated that differ.
             is_whole = shown > 0.99 * self.time.total
             over = f"one step: {shown:.3g} s" if is_whole else f"{shown:.3g} s; other micro-batches are like these"
-        drawn = html_svg.areas(seconds, columns, colours, label="memory over the step", over=over)
+        drawn = html_svg.areas(moments, named, colours, label="memory over the step", over=over)
         return html_svg.element("div", drawn, class_="wide", style="overflow-x:auto") + html_svg.legend(colours)

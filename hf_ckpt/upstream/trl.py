@@ -71,10 +71,3 @@ _HEAD = _feature(
 FUSED_HEAD = _HEAD.attribute("_ChunkedLogProbFunction")
 FORWARD_TILE, BACKWARD_TILE = _HEAD.attribute("_forward_tile"), _HEAD.attribute("_backward_tile")
 ADD_PRODUCT = _HEAD.attribute("_addmm_fp32")
-_ARGUMENTS = _feature(
-    "Reading the training arguments of trl's trainers in recipes",
-    instead="Use a kind of trainer that is transformers' own.",
-    of="trl.trainer.base_config",
-)
-BASE_CONFIG = _ARGUMENTS.attribute("_BaseConfig")
-"""The base class of the arguments of its trainers, in `trainer/base_config.py`."""

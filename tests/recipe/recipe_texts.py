@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe import upstream_fields
 from hf_ckpt.recipe.recipe import load_recipe
 
 MINIMAL = {"model": "{name_or_path: some/model}", "data": "{path: some/data}", "training": "{output_dir: runs/x}"}
 # A name that exists in one of the two and is new or gone in the other.
 CHECKPOINTING = "activation_checkpointing"
-if CHECKPOINTING not in field_types.training_keys():
+if CHECKPOINTING not in upstream_fields.training_keys():
     CHECKPOINTING = "gradient_checkpointing"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.cli.finetune import main
-from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe import upstream_fields
 from tests.recipe.recipe_texts import (
     CHECKPOINTING,
     adapter,
@@ -425,7 +425,7 @@ OF_TRL = [
         "training.sync_ref_model = true: with an adapter the reference is the model without it.",
     ),
 ]
-if field_types.trl_version() is not None:
+if upstream_fields.trl_version() is not None:
     BROKEN += OF_TRL
 
 
@@ -435,9 +435,9 @@ if field_types.trl_version() is not None:
 def test_missing_trl_is_one_message(
     version: tuple[int, ...] | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if version is not None and field_types.trl_version() is None:
+    if version is not None and upstream_fields.trl_version() is None:
         pytest.skip("trl is not installed")
-    monkeypatch.setattr(field_types, "trl_version", lambda: version)
+    monkeypatch.setattr(upstream_fields, "trl_version", lambda: version)
     (line,) = mistakes_in(write(tmp_path, of_trainer("dpo", "output_dir: x, beta: 0.2, lr: 3")))
     assert f'trainer = "dpo": is a trainer of trl, {says}' in line
     assert line.endswith(f'Run: pip install "{ROOT}[trl]"')

@@ -13,7 +13,7 @@ import pytest
 
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe import upstream_fields
 from hf_ckpt.recipe.recipe import load_recipe
 from tests.recipe.recipe_texts import CHECKPOINTING, checkpointed, data, mistakes_in, model, text_of, training, write
 from tests.small_recipes import can_be_loaded
@@ -63,7 +63,7 @@ def test_checkpointing_of_transformers_is_allowed_without_ours(tmp_path: Path) -
 
 
 def test_name_of_the_other_version_is_suggested(tmp_path: Path) -> None:
-    other = {"activation_checkpointing", "gradient_checkpointing"} - set(field_types.training_keys())
+    other = {"activation_checkpointing", "gradient_checkpointing"} - set(upstream_fields.training_keys())
     for name in other:
         (line,) = mistakes_in(write(tmp_path, training(f"{name}: true")))
         assert f'Did you mean "{CHECKPOINTING}"?' in line

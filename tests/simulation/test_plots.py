@@ -10,7 +10,7 @@ import pytest
 
 from hf_ckpt.simulation import plots
 from hf_ckpt.simulation.plots import Curve
-from hf_ckpt.simulation.step_memory import Category, Phase, Place, Timeline
+from hf_ckpt.simulation.step_memory import Category
 from tests import steps_by_hand
 from tests.steps_by_hand import GIB
 
@@ -80,17 +80,6 @@ def test_step_without_predicted_time_is_drawn_over_its_events(figures: list[Any]
     step = replace(STEPS["none"], timeline=replace(STEPS["none"].timeline, seconds=()))
     plots.draw_steps({"none": step}, tmp_path / "steps.png", title="")
     assert figures[0].axes[0].get_xlabel() == "events"
-
-
-def test_moments_that_are_drawn_keep_every_peak() -> None:
-    totals = [index % 97 for index in range(20_000)]
-    totals[12_345] = 1_000
-    places = (Place(Phase.FORWARD),) * len(totals)
-    timeline = Timeline(places, {Category.SAVED: tuple(totals)}, tuple(float(index) for index in range(len(totals))))
-    moments = plots._moments(timeline)
-    assert 12_345 in moments
-    assert len(moments) <= 501
-    assert moments == sorted(moments)
 
 
 def test_frontier_names_every_mode_and_the_planner(figures: list[Any], tmp_path: Path) -> None:

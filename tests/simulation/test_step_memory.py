@@ -37,3 +37,14 @@ def test_a_notebook_shows_what_fills_the_peak_and_memory_over_the_step() -> None
     # The second of three events is the highest: the top of the picture, in its middle.
     assert area["points"] is not None
     assert area["points"].split()[1] == "320.0,20.0"
+
+
+def test_moments_that_are_drawn_keep_every_peak() -> None:
+    totals = [index % 97 for index in range(20_000)]
+    totals[12_345] = 1_000
+    places = (Place(Phase.FORWARD),) * len(totals)
+    timeline = Timeline(places, {Category.SAVED: tuple(totals)}, tuple(float(index) for index in range(len(totals))))
+    moments, edges = timeline.stacked()
+    assert dict(zip(moments, edges[Category.SAVED][1], strict=True))[12_345.0] == 1_000
+    assert len(moments) <= 501
+    assert moments == sorted(moments)

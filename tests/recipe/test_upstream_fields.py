@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe import upstream_fields
+from hf_ckpt.recipe.field_types import accepts, words
 from hf_ckpt.recipe.recipe import load_recipe
 from tests.recipe.recipe_texts import adapter, lora, text_of, write
 
@@ -21,20 +22,22 @@ pytestmark = pytest.mark.core
 def test_keys_of_a_trainer_are_the_fields_of_its_arguments(name: str) -> None:
     trl = pytest.importorskip("trl", minversion="1.16")
     config = getattr(trl, f"{name}Config")
-    assert set(field_types.training_keys(name)) == {field.name for field in dataclasses.fields(config) if field.init}
+    assert set(upstream_fields.training_keys(name)) == {
+        field.name for field in dataclasses.fields(config) if field.init
+    }
 
 
 def test_losses_of_dpo_are_those_that_trl_computes() -> None:
     trl = pytest.importorskip("trl", minversion="1.16")
     computed = re.findall(r'loss_type == "(\w+)"', inspect.getsource(sys.modules[trl.DPOTrainer.__module__]))
     assert len(computed) > 10
-    assert set(computed) == set(field_types.training_keys("DPO")["loss_type"].type.words())
+    assert set(computed) == set(words(upstream_fields.training_keys("DPO")["loss_type"].type))
 
 
 def test_keys_of_training_are_the_fields_of_training_arguments() -> None:
     from transformers import TrainingArguments
 
-    assert set(field_types.training_keys()) == {
+    assert set(upstream_fields.training_keys()) == {
         field.name for field in dataclasses.fields(TrainingArguments) if field.init
     }
 
@@ -42,7 +45,7 @@ def test_keys_of_training_are_the_fields_of_training_arguments() -> None:
 def test_keys_of_lora_are_the_fields_of_lora_config() -> None:
     from peft import LoraConfig
 
-    assert set(field_types.adapter_keys("lora")) == {
+    assert set(upstream_fields.adapter_keys("lora")) == {
         field.name for field in dataclasses.fields(LoraConfig) if field.init
     }
 
@@ -55,13 +58,13 @@ def test_keys_of_each_adapter_are_the_fields_of_its_config() -> None:
         kind.value.lower(): {field.name for field in dataclasses.fields(config) if field.init}
         for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     }
-    assert {kind: set(field_types.adapter_keys(kind)) for kind in field_types.adapter_classes()} == expected
+    assert {kind: set(upstream_fields.adapter_keys(kind)) for kind in upstream_fields.adapter_classes()} == expected
     with_tokens = {
         kind.value.lower()
         for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
         if issubclass(config, PromptLearningConfig)
     }
-    assert {kind for kind in expected if field_types.has_virtual_tokens(kind)} == with_tokens
+    assert {kind for kind in expected if upstream_fields.has_virtual_tokens(kind)} == with_tokens
 
 
 def test_lora_is_short_for_an_adapter_of_type_lora(tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def test_keys_of_quantization_are_the_parameters_of_bits_and_bytes_config() -> N
     from transformers import BitsAndBytesConfig
 
     parameters = set(inspect.signature(BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
-    assert set(field_types.quantization_keys()) == parameters
+    assert set(upstream_fields.quantization_keys()) == parameters
 
 
 def test_defaults_of_training_arguments_are_accepted() -> None:
@@ -86,9 +89,9 @@ def test_defaults_of_training_arguments_are_accepted() -> None:
 
     plain = (bool, int, float, str)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments) if field.init}
-    keys = field_types.training_keys()
+    keys = upstream_fields.training_keys()
     assert [
-        n for n, default in defaults.items() if isinstance(default, plain) and not keys[n].type.accepts(default)
+        n for n, default in defaults.items() if isinstance(default, plain) and not accepts(keys[n].type, default)
     ] == []
 
 
@@ -96,7 +99,7 @@ def test_defaults_of_training_arguments_are_accepted() -> None:
 def test_keys_of_a_config_are_those_of_its_class(model_type: str) -> None:
     from transformers import AutoConfig
 
-    found = field_types.config_keys(model_type)
+    found = upstream_fields.config_keys(model_type)
     config = AutoConfig.for_model(model_type)
     assert found is not None
     class_name, keys = found
