@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
 from hf_ckpt.errors import RecomputationError, UnsupportedError
+from hf_ckpt.regions.held_state import HeldState
 from tests import zoo
 from tests.modes import REGIONS
 
@@ -519,3 +520,10 @@ def test_what_others_write_before_backward_is_brought_back(make: Callable[[Any],
 
     # In place before the backward: autograd itself asks for what it has saved.
     hold(lambda: Model(make, lambda layer, hidden: read(layer, hidden).clone()), "full", flow)
+
+
+def test_weights_that_deepspeed_holds_by_another_name_are_not_copied() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.statistic = torch.ones(WIDTH)  # type: ignore[assignment]
+    layer._original_parameters = {"weight": torch.ones(WIDTH, WIDTH)}  # type: ignore[assignment]
+    assert HeldState({layer: ""}).names() == ["training", "statistic"]
