@@ -28,7 +28,6 @@ from hf_ckpt.cli.main import _COMMANDS  # noqa: E402
 from hf_ckpt.policy import options  # noqa: E402
 from hf_ckpt.policy.options import Offload, types_of  # noqa: E402
 from hf_ckpt.policy.policy import AUTO, Mode, Rule  # noqa: E402
-from hf_ckpt.recipe.schema import _CHECKPOINTING  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 _WRITTEN = "<!-- Written by scripts/reference_pages.py: run `make bench-pages`. -->"
@@ -60,9 +59,15 @@ _GROUPS: Sequence[tuple[str, str, type]] = (
 )
 # A recipe has these two besides the options of the callback, which document themselves nowhere else.
 _OF_RECIPES = {
-    "policy": "as the callback's first argument; or the name of a plan's JSON file, from the recipe's folder",
-    "micro_batch": "`auto` chooses the batch size of a micro-batch and the number of micro-batches together with the "
-    "plan; the sequences of a step stay as many",
+    "policy": (
+        "str | mapping | list of mappings",
+        "as the callback's first argument; or the name of a plan's JSON file, from the recipe's folder.",
+    ),
+    "micro_batch": (
+        "Literal['auto'] | None",
+        "`auto` chooses the batch size of a micro-batch and the number of micro-batches together with the plan; the "
+        "sequences of a step stay as many.",
+    ),
 }
 
 
@@ -97,7 +102,7 @@ def options_page() -> str:
         'The step that `"auto"` plans for.',
         _options_table([_row(name, hint, None, loop[name]) for name, hint in only_loop.items()]),
         "## Only in a recipe",
-        _options_table([_row(name, _CHECKPOINTING[name], None, text) for name, text in _OF_RECIPES.items()]),
+        _options_table([_row(name, hint, None, text) for name, (hint, text) in _OF_RECIPES.items()]),
         "## Keys of a rule",
         'A policy may be a list of rules: `[{layers: "0:24", mode: full}, {layers: "24:32", mode: ffn}]`. The keys '
         "that no option above has:",
