@@ -104,7 +104,7 @@ class HFCkptCallback(TrainerCallback):
             checkpoint lacks a part of the adapter; `"warn"` warns.
         prove: `"first_step"` proves in the first micro-batch of the first step under each plan, bit by bit, that each
             recomputation gives what the forward gave; n does so in steps 1, 1 + n, 1 + 2n and so on; `"off"` never.
-            Costs the device about a third of a forward in such a step, and 16 MiB (ZeRO-3: some two forwards); where
+            Costs the device about a third of a forward in such a step, and 16 MiB (ZeRO-3: some four forwards); where
             the host is slower, as with few tokens, several forwards: 0.8 s of a 7B (docs/proof.md).
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
             and not results, so by default this is only said.
