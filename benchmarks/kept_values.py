@@ -29,8 +29,9 @@ import torch
 import hf_ckpt
 from benchmarks.cases import CASES
 from benchmarks.cases import build as build_case
+from benchmarks.environment import describe
 from benchmarks.host_time import ADAPTERS, NUM_LAYERS, NUM_TOKENS, build, spread
-from benchmarks.result_files import write_result
+from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import fingerprints
@@ -189,7 +190,15 @@ def run(options: Namespace) -> None:
         for way in options.only or _WAYS:
             found = result["host"][way] = host(options.before, way, options.rounds)
             print(f"{way}: {found['after_over_before']['median']:.3f} of before", flush=True)
-    write_result(options.out or RESULTS / "kept_values_cpu.json", result)
+    environment = describe()
+    if options.before is not None:
+        # A result says which commit it was, not where that lay.
+        environment["command"] = environment["command"].replace(str(options.before), "../before")
+        git = ["git", "-C", str(options.before), "rev-parse", "HEAD"]
+        result["before"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    path = options.out or RESULTS / "kept_values_cpu.json"
+    write(path, {"environment": environment} | result)
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":
