@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from benchmarks.pages.words import table
 
 GIB = 2**30
 _SHOWN = 0.003
@@ -53,7 +55,7 @@ def longest(result: Result) -> str:
                 _tokens(published["transformers_fa2"][size]),
             )
         )
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def peak(result: Result) -> str:
@@ -64,7 +66,7 @@ def peak(result: Result) -> str:
     body = [("tokens", *(_tokens(row["length"]) for row in rows))]
     body += [(category, *(_gib(row["by_category"].get(category, 0)) for row in rows)) for category in categories]
     body += [("**all of it**", *(f"**{_gib(row['peak_bytes'])}**" for row in rows))]
-    return _table(header, body)
+    return table(header, body)
 
 
 def ledger(result: Result) -> str:
@@ -80,7 +82,7 @@ def ledger(result: Result) -> str:
     num_rest = sum(item["count"] for item in rest)
     rows.append((_exact(sum(item["num_bytes"] for item in rest)), f"{num_rest:,}", "smaller ones", "", ""))
     rows.append((f"**{_exact(found['peak_bytes'])}**", "", "", "", ""))
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def stages(result: Result) -> str:
@@ -97,7 +99,7 @@ def stages(result: Result) -> str:
         )
         for stage in result["stages"]
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 TABLES: Mapping[str, Callable[[Result], str]] = {
@@ -130,13 +132,3 @@ def _gib(num_bytes: int) -> str:
     if num_bytes >= GIB / 20:
         return f"{num_bytes / GIB:.1f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes else "-"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(_lines(header, rows))
-
-
-def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(header)} |"
-    yield f"|{' --- |' * len(header)}"
-    yield from (f"| {' | '.join(row)} |" for row in rows)

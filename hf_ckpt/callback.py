@@ -326,8 +326,8 @@ class HFCkptCallback(TrainerCallback):
             return
         error = PolicyError(
             f"Two HFCkptCallbacks are on this Trainer, with policies {first._source.describe()} and "
-            f"{self._source.describe()}, but "
-            "one plan governs a model. Pass one of them; different layers are different rules of one policy: "
+            f"{self._source.describe()}, but one plan governs a model. Pass one of them; different layers are "
+            "different rules of one policy: "
             'HFCkptCallback([{"layers": "0:8", "mode": "full"}, {"layers": "8:", "mode": "ffn"}]).'
         )
         if first._run is not None:

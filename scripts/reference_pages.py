@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from benchmarks.pages import words  # noqa: E402
 from hf_ckpt import HFCkptCallback, PolicyError, apply  # noqa: E402  # found only from here on
 from hf_ckpt.cli.main import _COMMANDS  # noqa: E402
 from hf_ckpt.policy import options  # noqa: E402
@@ -183,9 +184,8 @@ def _options_table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of Markdown; its figures are those of the docstrings and of `--help`."""
-    lines = [header, ["---"] * len(header), *rows]
-    written = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    return "\n".join(["<!-- given: as the code says -->", *written])
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return f"<!-- given: as the code says -->\n{words.table(header, escaped)}"
 
 
 # --- What excludes each other. ---

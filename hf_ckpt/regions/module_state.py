@@ -29,7 +29,7 @@ from hf_ckpt.regions.execution_state import qualified_name
 from hf_ckpt.regions.fingerprints import BitSum, Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
-from hf_ckpt.regions.put_back import put_back
+from hf_ckpt.regions.put_back import put_container_back
 from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error, what_to_do
 from hf_ckpt.upstream.accelerate import HOOK
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
@@ -627,7 +627,7 @@ def _set_hooks(module: Any, was: Sequence[dict[int, Any]]) -> Callable[[], None]
 
     def put_hooks_back() -> None:
         for place, before in zip(hooks, found, strict=True):
-            put_back(place, before)
+            put_container_back(place, before)
 
     return put_hooks_back
 

@@ -36,20 +36,15 @@ def _cut(tensor: Tensor) -> Tensor:
 def put_container_back(container: Any, found: Any) -> bool:
     """Let one of `CONTAINERS` hold again what it held, and return whether it held something else; `found` is a copy."""
     if isinstance(container, dict):
-        return put_back(container, found)
+        if list(container) == list(found) and all(map(is_, container.values(), found.values())):
+            return False
+        container.clear()
+        container.update(found)
+        return True
     if len(container) == len(found) and all(map(is_, container, found)):
         return False
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(found)
-    return True
-
-
-def put_back(now: dict[Any, Any], found: dict[Any, Any]) -> bool:
-    """See `put_container_back`."""
-    if list(now) == list(found) and all(map(is_, now.values(), found.values())):
-        return False
-    now.clear()
-    now.update(found)
     return True
 
 

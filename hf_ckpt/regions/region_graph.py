@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.regions.module_state import gradient_hooks_away
-from hf_ckpt.regions.put_back import put_back
+from hf_ckpt.regions.put_back import put_container_back
 from hf_ckpt.upstream.torch import sequence_number, will_engine_execute_node
 
 # What a gradient is for: an argument, by its place, or a weight, by its id.
@@ -198,7 +198,7 @@ def without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
             yield
     finally:
         for weight, before in attributes:
-            put_back(vars(weight), before)
+            put_container_back(vars(weight), before)
             weight.grad = None
         for weight, gradient in gradients:
             weight.grad = gradient
