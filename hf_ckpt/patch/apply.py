@@ -21,6 +21,7 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
+from hf_ckpt.patch.frozen_weights import check_weights, handed_over, let_weights_wait
 from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
@@ -45,6 +46,7 @@ from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
+from hf_ckpt.regions.waiting_weights import WaitingWeights
 from hf_ckpt.structure.attention_and_ffn import unwrapped
 from hf_ckpt.structure.layers import (
     Stack,
@@ -94,6 +96,11 @@ class Applied:
     def offloaders(self) -> tuple[Offloader, ...]:
         """The engines that move activations to the host or to disk, one for each way that the plan names."""
         return self._patches[0].offloaders if self._patches else ()
+
+    @property
+    def waiting(self) -> WaitingWeights | None:
+        """What moves frozen weights between host and device; None where the plan lets none wait."""
+        return self._patches[0].waiting if self._patches else None
 
     @property
     def pending_errors(self) -> PendingErrors:
@@ -155,9 +162,10 @@ class Applied:
         What this plan's removal was to undo, the new one's undoes; where `put` raises, it is undone at once.
         """
         undos, check, told = self._patches[0].take_undos(), self._patches[0].cache_check, self._patches[0].told
-        self.remove()
         try:
-            new = put()
+            with handed_over(self.waiting):
+                self.remove()
+                new = put()
         except BaseException:
             run_all(undos)
             raise
@@ -256,6 +264,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
             set_on_stack(model, patch, stack_plan, stack, offloaded, proof)
         if plan.head is HeadMode.CHUNKED:
             _chunk_head(model, patches[0], proof)
+        let_weights_wait(model, patches, plan, stacks)
         _switch_off_others(model, patches)
         patches[0].switched = switched
         for patch, stack in zip(patches, stacks, strict=True):
@@ -302,6 +311,7 @@ def _planned(
         plan = resolve(policy, stacks, class_name(model))
     plan = _with_head(plan, model)
     check_exact(plan, stacks, model)
+    check_weights(plan, stacks, model)
     deepspeed.check_version(plan, stacks)
     if is_sharded(model) and any(entry.mode is not Mode.NONE for stack in plan.stacks for entry in stack.layers):
         from hf_ckpt.distributed import fsdp

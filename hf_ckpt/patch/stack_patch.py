@@ -31,6 +31,7 @@ from hf_ckpt.regions.recomputation_errors import OtherModes
 from hf_ckpt.regions.recompute import run_region
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
+from hf_ckpt.regions.waiting_weights import WaitingWeights
 from hf_ckpt.structure.layers import is_unit, members
 from hf_ckpt.structure.stored import Missing, own, put_back
 from hf_ckpt.upstream.accelerate import FORWARD_BEFORE_HOOK
@@ -117,6 +118,7 @@ class StackPatch:
         self.segment_hooks: SegmentHooks | None = None
         self.hooks: list[RemovableHandle] = []
         self.offloaders: tuple[Offloader, ...] = ()
+        self.waiting: WaitingWeights | None = None
         self.pending_errors = PendingErrors()
         self.tilings: list[Tiling] = []
         self.siblings: list[StackPatch] = [self]
@@ -203,6 +205,8 @@ class StackPatch:
         if self.cache_check is not None:
             undos.append(self.cache_check.end)
         undos += [offloader.close for offloader in self.offloaders]
+        if self.waiting is not None:
+            undos.append(self.waiting.bring_back)
         if self._home is not None:
             undos.append(partial(delattr, self._home, HANDLE))
         self._changes, self._on_remove, self.hooks = [], [], []

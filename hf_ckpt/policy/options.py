@@ -27,6 +27,7 @@ TO_CPU, TO_DISK = "cpu", "disk"
 
 _MIN_BYTES = 2**20
 _MIN_HOST_MEMORY = 4096
+_RESIDENT = 2
 
 
 class RuleOptions(TypedDict, total=False):
@@ -38,6 +39,7 @@ class RuleOptions(TypedDict, total=False):
     snapshots: int | None
     save: str | Sequence[str] | None
     offload: str | Mapping[str, Any] | None
+    weights: str | Mapping[str, Any] | None
     tiles: int | Literal["auto"] | None
 
 
@@ -214,11 +216,37 @@ class Offload:
         return f"offload to {self.to}{share}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Where a layer's frozen weights wait while other layers run.
+
+    Args:
+        to: `cpu` (host memory).
+        resident: layers whose weights are on the device at a time, 1 or more: the one that runs, and those after it,
+            whose weights are copied meanwhile.
+        host_memory: bytes of host memory that may be used in all. None takes what the machine has free.
+        trust_host_memory: do not ask how much the machine has free, only the limits of control groups.
+    """
+
+    to: str = TO_CPU
+    resident: int = _RESIDENT
+    host_memory: int | None = None
+    trust_host_memory: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, and `to`, as JSON types."""
+        return to_json_types(self, always="to")
+
+    def describe(self) -> str:
+        """Return what is asked for as one short phrase, such as `weights on cpu`."""
+        return f"weights on {self.to}" + ("" if self.resident == _RESIDENT else f", {self.resident} resident")
+
+
 def to_json_types(entry: Any, *, always: str) -> dict[str, Any]:
     """Return the fields of a dataclass that differ from their defaults as JSON types.
 
     Args:
-        entry: a rule, an entry of a plan, or an `Offload`.
+        entry: a rule, an entry of a plan, an `Offload` or a `Weights`.
         always: name of the field that is returned whatever its value is.
     """
     return {
@@ -231,7 +259,7 @@ def to_json_types(entry: Any, *, always: str) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if isinstance(value, StrEnum):
         return value.value
-    if isinstance(value, Offload):
+    if isinstance(value, Offload | Weights):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
 
@@ -262,6 +290,31 @@ def parse_offload(value: object) -> Offload | None:
     )
     _check_path(parsed, value)
     return parsed
+
+
+def parse_weights(value: object) -> Weights | None:
+    """Read what a user writes for `weights`: `cpu`, or a mapping with the fields of `Weights`.
+
+    Raises:
+        PolicyError: names the key, the value, and the nearest valid word.
+    """
+    if value is None or isinstance(value, Weights):
+        return value
+    if isinstance(value, str):
+        value = {"to": value}
+    if not isinstance(value, Mapping):
+        raise PolicyError(f"weights is {as_written(value)}. Use cpu, or a mapping such as {{to: cpu, resident: 3}}.")
+    check_keys("weights", value, [field.name for field in fields(Weights)])
+    if (to := value.get("to", TO_CPU)) != TO_CPU:
+        raise PolicyError(
+            f'weights go to {as_written(to)}. Use "cpu": they are read in each step, which a disk is too slow for.'
+            f"{did_you_mean(to, [TO_CPU])}"
+        )
+    return Weights(
+        resident=parse_count("resident", value.get("resident", _RESIDENT)),
+        host_memory=_parse_host_memory(value.get("host_memory"), "weights"),
+        trust_host_memory=_parse_trust(value.get("trust_host_memory"), "weights"),
+    )
 
 
 def check_keys(what: str, value: Mapping[Any, Any], known: Sequence[str]) -> None:
@@ -375,6 +428,7 @@ def parse_head(value: object) -> HeadMode | None:
 READERS: Mapping[str, Callable[[Any], Any]] = {
     "save": parse_save,
     "offload": parse_offload,
+    "weights": parse_weights,
     "tiles": parse_tiles,
     "head": parse_head,
 }
@@ -415,25 +469,25 @@ def _parse_fraction(value: object) -> float | None:
     raise PolicyError(f"fraction of offload is {as_written(value)}. Use a number above 0 and at most 1.")
 
 
-def _parse_host_memory(value: object) -> int | None:
+def _parse_host_memory(value: object, of: str = "offload") -> int | None:
     if isinstance(value, int) and not isinstance(value, bool) and value < _MIN_HOST_MEMORY:
         # A few bytes are an amount that lacks its unit.
         return parse_budget(value, key="host_memory").num_bytes
-    return _parse_amount("host_memory", value)
+    return _parse_amount("host_memory", value, of)
 
 
-def _parse_trust(value: object) -> bool:
+def _parse_trust(value: object, of: str = "offload") -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise PolicyError(f"trust_host_memory of offload is {as_written(value)}. Use true or false.")
+    raise PolicyError(f"trust_host_memory of {of} is {as_written(value)}. Use true or false.")
 
 
-def _parse_amount(key: str, value: object) -> int | None:
+def _parse_amount(key: str, value: object, of: str = "offload") -> int | None:
     if value is None or (is_whole(value, 0) and value <= ADDRESSABLE_BYTES):
         return value
     is_too_much = isinstance(value, int) and value > ADDRESSABLE_BYTES
     amount = None if isinstance(value, float) or is_too_much else parse_budget(value, key=key).num_bytes
     if amount is None:
         shown = "more than any machine has" if is_too_much else as_written(value)
-        raise PolicyError(f'{key} of offload is {shown}. Write an amount, such as "64GiB".')
+        raise PolicyError(f'{key} of {of} is {shown}. Write an amount, such as "64GiB".')
     return amount

@@ -25,6 +25,7 @@ from hf_ckpt.policy.options import (
     Offload,
     PolicyOptions,
     Tiles,
+    Weights,
     is_whole,
     parse_head,
     to_json_types,
@@ -63,6 +64,7 @@ class LayerPlan:
         offload: where what the layer keeps waits for its backward; None on the device.
         tiles: slices of the sequence that what is position-wise runs in; None for the whole of it.
         snapshots: inputs that a nested segment may save at a time while it runs again; None for all of its layers'.
+        weights: where the layer's frozen weights wait while other layers run; None on the device.
     """
 
     mode: Mode = Mode.NONE
@@ -73,6 +75,7 @@ class LayerPlan:
     offload: Offload | None = None
     tiles: Tiles | None = None
     snapshots: int | None = None
+    weights: Weights | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -88,7 +91,7 @@ class LayerPlan:
 
     def in_short(self) -> str:
         """Return mode and modifiers without their details, such as `full + offload`."""
-        modifiers = [("nested", self.nested), ("offload", self.offload), ("tiles", self.tiles)]
+        modifiers = [("nested", self.nested), ("offload", self.offload), ("tiles", self.tiles), ("weights", self.weights)]
         return " + ".join([str(self.mode), *(name for name, value in modifiers if value)])
 
     def describe(self) -> str:
@@ -100,6 +103,8 @@ class LayerPlan:
             parts.append(self.offload.describe())
         if self.tiles is not None:
             parts.append(f"tiles {self.tiles}")
+        if self.weights is not None:
+            parts.append(self.weights.describe())
         text = ", ".join(parts)
         return f"{text} ({self.why})" if self.why else text
 
@@ -272,7 +277,8 @@ def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
     # A modifier that its mode does not know would be ignored without a word.
     size = None if layer.segment is None else 1
     rule = Rule(mode=layer.mode, segment_size=size, nested=layer.nested)
-    check_combination(replace(rule, save=layer.save, offload=layer.offload, tiles=layer.tiles))
+    modifiers = {name: getattr(layer, name) for name in ("save", "offload", "tiles", "weights")}
+    check_combination(replace(rule, **modifiers))
     return layer
 
 
@@ -326,7 +332,7 @@ _LAYER = {
     "nested": _Field(lambda value: isinstance(value, bool), "true or false"),
     "snapshots": _Field(lambda value: value is None or is_whole(value, 0), "a whole number of 0 or more"),
     "why": _Field(_is_text, _TEXT),
-    **dict.fromkeys(("save", "offload", "tiles"), _READ_BY_OPTIONS),
+    **dict.fromkeys(("save", "offload", "tiles", "weights"), _READ_BY_OPTIONS),
 }
 
 

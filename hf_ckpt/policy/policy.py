@@ -18,12 +18,14 @@ from hf_ckpt.policy.options import (
     PolicyOptions,
     RuleOptions,
     Tiles,
+    Weights,
     check_keys,
     parse_count,
     parse_head,
     parse_offload,
     parse_save,
     parse_tiles,
+    parse_weights,
     select,
     takes,
     to_json_types,
@@ -98,6 +100,7 @@ class Rule:
             Only with mode `selective`, which keeps those of matrix products and attention if left out.
         offload: what the layers keep waits in host memory or on disk. Only with modes that recompute whole layers.
         tiles: run what is position-wise in so many slices of the sequence, each recomputed in backward.
+        weights: the layers' frozen weights wait in host memory while other layers run.
     """
 
     mode: Mode
@@ -111,6 +114,7 @@ class Rule:
     save: tuple[str, ...] = ()
     offload: Offload | None = None
     tiles: Tiles | None = None
+    weights: Weights | None = None
 
     def describe(self) -> str:
         """Return the rule as the user would write it, for messages."""
@@ -213,6 +217,7 @@ def _parse_rule(rule: object) -> Rule:
         save=() if rule.get("save") is None else parse_save(rule["save"]),
         offload=parse_offload(rule.get("offload")),
         tiles=parse_tiles(rule.get("tiles")),
+        weights=parse_weights(rule.get("weights")),
     )
     check_combination(parsed)
     return parsed
@@ -263,6 +268,7 @@ def _check_revolve(rule: Rule) -> None:
         "every_n_layers": rule.every_n_layers != 1,
         "offload": rule.offload is not None,
         "tiles": rule.tiles is not None,
+        "weights": rule.weights is not None,
     }
     given = [key for key, is_given in others.items() if is_given]
     if rule.mode is not Mode.FULL:
@@ -295,6 +301,11 @@ def _check_modifiers(rule: Rule) -> None:
                 f"Rule {rule.describe()} has both segment_size and {key}. Leave segment_size out: with {key} the "
                 "layers need not share their inputs."
             )
+    if rule.segment_size is not None and rule.weights is not None:
+        raise PolicyError(
+            f"Rule {rule.describe()} has both segment_size and weights. A segment runs all of its layers again before "
+            "the backward of one: their weights would be copied a third time. Leave segment_size out."
+        )
 
 
 def _parse_mode(value: object) -> Mode:

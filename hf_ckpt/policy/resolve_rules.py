@@ -221,9 +221,9 @@ def _entries(rule: Rule, stack: StackShape, reached: list[int]) -> Iterator[tupl
     for idx in reached:
         missing = rule.mode in (Mode.ATTENTION, Mode.FFN) and rule.mode.value not in stack.layers[idx].parts
         if missing:
-            yield idx, LayerPlan(why=f"it has no {rule.mode}", tiles=rule.tiles)
+            yield idx, LayerPlan(why=f"it has no {rule.mode}", tiles=rule.tiles, weights=rule.weights)
             continue
-        entry = LayerPlan(rule.mode, save=rule.save, offload=rule.offload, tiles=rule.tiles)
+        entry = LayerPlan(rule.mode, save=rule.save, offload=rule.offload, tiles=rule.tiles, weights=rule.weights)
         if rule.mode is Mode.SELECTIVE_ATTENTION and not stack.layers[idx].computes_attention:
             entry = replace(entry, mode=Mode.FULL, why="it has no attention to keep")
         if rule.offload is not None and idx == len(stack.layers) - 1:
@@ -272,4 +272,4 @@ def _raise_overlap(first: Rule, second: Rule, path: str, both: list[int]) -> Non
 def _unless_frozen(entry: LayerPlan, layer: LayerShape) -> LayerPlan:
     if layer.needs_gradient or not entry.recomputes:
         return entry
-    return LayerPlan(why="frozen")
+    return LayerPlan(why="frozen", weights=entry.weights)

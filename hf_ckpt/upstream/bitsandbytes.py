@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
 from hf_ckpt.upstream import Feature
 
 _OPTIMIZERS = Feature(
@@ -30,3 +35,17 @@ HELD_INPUTS: dict[str, tuple[str, tuple[None, ...] | None]] = {
 }
 """By the node of a product with 8-bit weights, on a CPU and on CUDA: where it keeps its input, for the gradient of the
 weight, and what stands for none."""
+
+
+def quantized_tensors(module: nn.Module, parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold a quantised parameter, or belong to it: its bytes by other names, its statistics."""
+    # Of 4-bit weights: the scales of blocks, and those that the scales are quantised with.
+    state: Any = getattr(parameter, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    # Of 8-bit weights, on the parameter until the first forward, then on the layer's state, which the backward reads.
+    its_layer = getattr(module, "state", None) if type(module).__name__ == "Linear8bitLt" else None
+    found = (
+        *(getattr(each, "absmax", None) for each in (state, nested)),
+        *(getattr(each, "CB", None) for each in (parameter, its_layer)),
+    )
+    yield from (each for each in found if isinstance(each, Tensor))

@@ -469,6 +469,8 @@ _DDP = _feature(
     instead="Leave head: chunked out, or static_graph.",
     of="torch.nn.parallel.distributed",
 )
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""On a model: names of parameters that DDP neither looks at nor sends."""
 DDP_NODE = _DDP.attribute("_DDPSink") + "Backward"
 """DDP's node around what the model returns: with a static graph its backward reduces the gradients."""
 

@@ -80,7 +80,7 @@ class CudaDevice:
         """Give a tensor's memory back, when it is freed, only behind what a stream has been given by then."""
         tensor.record_stream(stream)
 
-    def allocate(self, num_bytes: int) -> HostAllocation:
+    def allocate(self, num_bytes: int, *, in_forks: bool = False) -> HostAllocation:
         """Allocate pinned memory: pages of our own where the system lets us, else what torch gives (a power of two).
 
         Raises:
@@ -88,7 +88,7 @@ class CudaDevice:
         """
         if self._pins_pages:
             try:
-                return PinnedPages(num_bytes)
+                return PinnedPages(num_bytes, in_forks=in_forks)
             except PinningError as error:
                 self._pins_pages = False
                 warnings.warn(
@@ -163,9 +163,19 @@ class CudaWire(Wire):
         buffer.last_copy = copy = CudaCopy(home_stream, began, self._device.record_event(copy_stream))
         return copy
 
-    def allocate(self, num_bytes: int) -> HostAllocation:
+    def fill(self, target: Tensor, buffer: Buffer) -> CudaCopy:
+        """Start filling memory of the current stream from a buffer."""
+        home_stream = self._device.current_stream(target.device)
+        _, into = self._streams_of(target.device)
+        return self._copy(target, buffer.first(target.numel()), buffer, home_stream, into)
+
+    def wait(self, copy: AsyncCopy, device: torch.device) -> None:
+        """Make the current stream wait for a copy."""
+        copy.wait_stream(self._device.current_stream(device))
+
+    def allocate(self, num_bytes: int, *, in_forks: bool = False) -> HostAllocation:
         """See `CudaDevice.allocate`."""
-        return self._device.allocate(num_bytes)
+        return self._device.allocate(num_bytes, in_forks=in_forks)
 
     def record_event(self, device: torch.device) -> torch.cuda.Event:
         """Record an event on the current stream."""
@@ -238,13 +248,13 @@ class PinnedPages(HostAllocation):
     """Whole pages of this process, pinned by the driver, which raises a `PinningError` where it does not.
 
     `pin_memory` of torch rounds up to a power of two (1.2 GiB take 2). Pages are not shared with forked processes (data
-    loaders), whose copy-on-write would move them away from where the device writes.
+    loaders), whose copy-on-write would move them away from where the device writes; with `in_forks` they are.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, in_forks: bool = False) -> None:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _advise(pages)
+        _advise(pages, in_forks=in_forks)
         super().__init__(torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes))
         address = self.bytes.data_ptr()
         # 1: cudaHostRegisterPortable, pinned for all devices.
@@ -283,9 +293,9 @@ def _wait_for_devices() -> None:
             torch.cuda.synchronize(index)
 
 
-def _advise(pages: mmap.mmap) -> None:
+def _advise(pages: mmap.mmap, *, in_forks: bool) -> None:
     # Large pages are pinned faster; where the kernel has none of either, nothing is lost.
-    for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+    for name in ("MADV_HUGEPAGE",) if in_forks else ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         advice = getattr(mmap, name, None)
         if advice is not None:
             with suppress(OSError):

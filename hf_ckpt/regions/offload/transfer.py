@@ -280,8 +280,21 @@ class Wire:
         content.copy_(buffer.first(content.numel()))
         return IncomingTensor(layout.finish(tensor))
 
-    def allocate(self, num_bytes: int) -> HostAllocation:
+    def fill(self, target: Tensor, buffer: Buffer) -> AsyncCopy:
+        """Start copying the first bytes of a buffer into memory [n] that the current stream has just allocated.
+
+        `wait` comes before the first use, `AsyncCopy.wait_home_stream` where there is none.
+        """
+        target.copy_(buffer.first(target.numel()))
+        return AsyncCopy()
+
+    def wait(self, copy: AsyncCopy, device: torch.device) -> None:
+        """Make the current stream wait for a copy of `fill`, with all that it is given from now on."""
+
+    def allocate(self, num_bytes: int, *, in_forks: bool = False) -> HostAllocation:
         """Allocate host memory that copies can use.
+
+        `in_forks`: forked processes may read it too. Only for what is written once.
 
         Raises:
             OSError, RuntimeError: the system does not give it.

@@ -1,0 +1,175 @@
+"""Which layers of a plan have their frozen weights wait on the host, and what of the model knows of it.
+
+The copies, and their order, are `regions.waiting_weights`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.distributed import deepspeed
+from hf_ckpt.errors import PolicyError, UnsupportedError
+from hf_ckpt.patch.stack_patch import StackPatch
+from hf_ckpt.policy.options import Weights
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.regions.waiting_weights import (
+    LayerWeights,
+    UnmovedWeights,
+    WaitingWeights,
+    has_no_values,
+    owners_of,
+    waiting_tensors,
+)
+from hf_ckpt.structure.layers import Layer, Stack, is_sharded
+from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.torch import COMPILED_CALL, COMPILED_INSIDE, DDP_IGNORES
+
+logger = logging.getLogger(__name__)
+
+# On a layer, between two plans of which one takes the other's place: what waits of it.
+_HANDED_OVER = "_hf_ckpt_waiting_weights"
+_APPLY = "_apply"
+
+
+def layers_that_wait(plan: Plan, stacks: Sequence[Stack]) -> list[tuple[str, Layer, Weights]]:
+    """Return the layers whose weights wait, each once, with their paths, in the order of stacks and layers."""
+    found: dict[nn.Module, tuple[str, Layer, Weights]] = {}
+    for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
+        for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
+            if entry.weights is not None:
+                found.setdefault(layer.module, (f"{stack.path}.{layer.layer_idx}", layer, entry.weights))
+    return list(found.values())
+
+
+def check_weights(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:
+    """Refuse weights that cannot wait on the host.
+
+    Raises:
+        PolicyError: two rules want it differently.
+        UnsupportedError: an engine shards the weights, or a compiler has the layers.
+    """
+    waiting = layers_that_wait(plan, stacks)
+    if not waiting:
+        return
+    settings = list(dict.fromkeys(each for _, _, each in waiting))
+    if len(settings) > 1:
+        raise PolicyError(
+            f'Rules differ in weights: {", ".join(str(each.to_dict()) for each in settings)}. One engine moves the '
+            "weights of all layers: write the same in each rule."
+        )
+    if is_sharded(model) or deepspeed.is_sharded(model):
+        engine, its_own = ("FSDP", "fsdp_offload_params: true") if is_sharded(model) else ("ZeRO-3", "offload_param")
+        raise UnsupportedError(
+            f"The policy lets frozen weights wait on the host (weights: cpu), but {engine} shards them over the ranks "
+            f"and gathers each layer by itself. Leave weights out. {engine} has an offload of its own: {its_own}."
+        )
+    for path, layer, _ in waiting:
+        if any(COMPILED_INSIDE in each._modules or stored(each, COMPILED_CALL) for each in layer.module.modules()):
+            raise UnsupportedError(
+                f"{path} is compiled, and a compiled layer reads its weights where they were when it was compiled: "
+                "they cannot wait on the host (weights: cpu). Leave weights out there, or do not compile."
+            )
+
+
+def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan, stacks: Sequence[Stack]) -> None:
+    """Move the frozen weights of the plan's layers to the host, and hook the layers."""
+    waiting = layers_that_wait(plan, stacks)
+    if not waiting:
+        return
+    owners, layers, staying = owners_of(model), [], dict[str, str]()
+    for path, layer, _ in waiting:
+        found = vars(layer.module).pop(_HANDED_OVER, None)
+        if found is None:
+            tensors, reasons = waiting_tensors(layer.module, owners)
+            staying.update({f"{path}.{name}": reason for name, reason in reasons.items()})
+            kind = UnmovedWeights if has_no_values(layer.module) else LayerWeights
+            found = kind(path, tensors, _device_of(tensors))
+        layers.append(found)
+    if not any(each.names for each in layers):
+        reasons = "; ".join(f"{name} is {reason}" for name, reason in staying.items())
+        raise UnsupportedError(
+            f"The policy lets frozen weights wait on the host (weights: cpu), but the {len(layers)} layers that it "
+            f"reaches have none that could: {reasons or 'their weights are trained'}. Leave weights out."
+        )
+    if staying:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in list(staying.items())[:3])
+        logger.info("%d weights stay on the device: %s%s", len(staying), reasons, "; ..." if len(staying) > 3 else ".")
+    engine = WaitingWeights(waiting[0][2], layers)
+    patches[0].waiting = engine
+    engine.pack()
+    names = [f"{path}.{name}" for each, (path, _, _) in zip(layers, waiting, strict=True) for name in each.names]
+    # DDP refuses parameters on two kinds of devices. These do not train.
+    patches[0].set("", model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
+    for each, (path, layer, _) in zip(layers, waiting, strict=True):
+        patches[0].set(path, layer.module, _APPLY, partial(_apply_to_others, each, layer.module))
+    engine.modules = tuple(layer.module for _, layer, _ in waiting)
+    patches[0].hooks.extend(engine.place_hooks())
+
+
+@contextmanager
+def handed_over(waiting: WaitingWeights | None) -> Iterator[None]:
+    """Let the plan that is put in force in the block find the weights where they wait: there may be no room for them.
+
+    What it does not let wait is brought back. The plan before it is removed in the block.
+    """
+    if waiting is None:
+        yield
+        return
+    waiting.is_handed_over = True
+    for module, weights in zip(waiting.modules, waiting.layers, strict=True):
+        setattr(module, _HANDED_OVER, weights)
+    try:
+        yield
+    finally:
+        left = [vars(module).pop(_HANDED_OVER, None) for module in waiting.modules]
+        for weights in filter(None, left):
+            weights.bring_back()
+
+
+def _device_of(tensors: Sequence[tuple[str, list[Tensor]]]) -> torch.device:
+    return tensors[0][1][0].device if tensors else torch.device("cpu")
+
+
+def _apply_to_others(
+    weights: LayerWeights, layer: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """`_apply` of a layer, which `to` and the like call: what waits stays on the host, for the layer's new device.
+
+    Raises:
+        UnsupportedError: it changes the dtype of what waits.
+    """
+    for probe in weights.probes():
+        moved = fn(probe)
+        if moved.dtype != probe.dtype:
+            raise UnsupportedError(
+                f"{weights.name} is converted from {probe.dtype} to {moved.dtype}, but its frozen weights wait on the "
+                "host (weights: cpu). Convert the model before the policy is applied."
+            )
+        weights.move_to(moved.device)
+    with _left_out(weights, layer):
+        return type(layer)._apply(layer, fn, recurse)
+
+
+@contextmanager
+def _left_out(weights: LayerWeights, layer: nn.Module) -> Iterator[None]:
+    """Let a layer have no parameters where they wait, and the same again, in their order."""
+    waiting = {id(tensor) for tensor in weights.tensors()}
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in waiting:
+                found.append((module._parameters, name, parameter))
+    for parameters, name, _ in found:
+        parameters[name] = None
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in found:
+            parameters[name] = parameter

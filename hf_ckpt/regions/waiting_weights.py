@@ -1,0 +1,557 @@
+"""Frozen weights that wait on the host, and are copied to the device each time that their layer runs.
+
+A frozen layer's weights are read twice in a micro-batch, in forward and in recomputation and backward, in an order that
+is known. Nothing changes them, so that nothing is copied back. All that waits of a layer lies in one piece of pinned
+host memory, and is copied in one piece into memory of the device, while the layers before it compute.
+
+Note on storages. Each layer has a device storage of its own, for as long as the plan is in force. It is emptied
+(resized to nothing) when others need its room, and filled with the same bytes before the layer's next use. Layers must
+not share one: what autograd keeps of a forward may be a view of the weight that no saved-tensor hook sees
+(`MatMul4Bit` of bitsandbytes has it on its `ctx`), and the first forward's nodes run in backward, whatever is
+recomputed. Were the next layer's weights in that storage by then, gradients would be wrong without an error.
+
+Note on who looks. `parameter.data` is the tensor on the host, but while its layer runs: who reads an emptied storage
+ends the process. The parameter stays the same object with the same version, name, dtype and shape, and so does what
+bitsandbytes keeps beside it.
+
+Note on streams. A storage is resized on the stream that computes, and filled on the wire's stream, which waits for what
+that stream was given before: for the layer that had the memory until then. The stream that computes waits for the copy
+where the layer begins. Nothing waits on the host.
+
+Note on order. Autograd runs the nodes of later layers first, on one thread for each device. So where backward comes to
+the output of a layer, all layers behind it have done theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_ckpt.errors import ChangedSinceForwardError, HFCkptError, UnsupportedError
+from hf_ckpt.policy.options import Weights
+from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.regions.fingerprints import unobserved
+from hf_ckpt.regions.offload.cuda import CudaWire
+from hf_ckpt.regions.offload.host_memory import HostLimits
+from hf_ckpt.regions.offload.transfer import AsyncCopy, Buffer, Wire
+from hf_ckpt.upstream.bitsandbytes import quantized_tensors
+from hf_ckpt.upstream.torch import FakeTensor, queue_callback, tree_leaves
+
+# Kernels ask for aligned operands; the caching allocator gives no less.
+_ALIGNMENT = 512
+
+# Bytes below which what a quantised weight needs beside it stays on the device: all of them are a share of the weight.
+_SMALL = 2**20
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where a waiting tensor lies in the memory of its layer, and who else is the same tensor."""
+
+    name: str
+    tensors: list[Tensor]  # The parameter first. The others are the same bytes under other names.
+    on_host: Tensor
+    on_device: Tensor
+    version: int
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.tensors[0]
+
+
+class LayerWeights:
+    """What waits of one layer."""
+
+    def __init__(self, name: str, waiting: Sequence[tuple[str, list[Tensor]]], device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self._waiting = list(waiting)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._places: list[_Place] = []
+        self._buffer: Buffer | None = None
+        self._memory: Tensor | None = None
+        self._copy: AsyncCopy | None = None
+        self.is_on_device = False  # Its storage is filled, or being filled.
+        self.is_in_use = False  # The parameters are views of it.
+        self._is_coming = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has its own tensors, on the host, and packs them when they are first used.
+        return {"name": self.name, "waiting": self._waiting, "device": self.device}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # a copy begins as a new one
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the host, and of the device where they are."""
+        return packed_bytes([tensors[0] for _, tensors in self._waiting])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters below the layer."""
+        return [name for name, _ in self._waiting]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that wait."""
+        for _, tensors in self._waiting:
+            yield from tensors
+
+    def probes(self) -> Iterator[Tensor]:
+        """Yield empty tensors of the dtypes that wait, on the device where the layer runs."""
+        for dtype in dict.fromkeys(tensor.dtype for tensor in self.tensors()):
+            yield torch.empty(0, dtype=dtype, device=self.device)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they lie on the host already."""
+        return self._buffer is not None
+
+    def pack(self, wire: Wire, limits: HostLimits, held_bytes: int) -> None:
+        """Move what waits into one piece of host memory, and free it on the device.
+
+        Raises:
+            HostMemoryError: the host does not have it, or does not pin it.
+        """
+        limits.check(self.num_bytes, held_bytes)
+        try:
+            buffer = Buffer(wire.allocate(self.num_bytes, in_forks=True))
+        except (OSError, RuntimeError) as error:
+            raise limits.allocation_error(self.num_bytes, held_bytes, error) from error
+        # Never in inference mode, whose tensors nobody else could use.
+        with torch.inference_mode(False), torch.no_grad():
+            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            start, places = 0, []
+            for name, tensors in self._waiting:
+                first, end = tensors[0], start + tensors[0].nbytes
+                on_host, on_device = (_like(first, each[start:end]) for each in (buffer.memory.bytes, memory))
+                places.append(_Place(name, tensors, on_host, on_device, first._version))
+                start = _aligned(end)
+            # Views cannot be made of an empty storage.
+            memory.untyped_storage().resize_(0)
+            for place in places:
+                place.on_host.copy_(place.parameter)
+        self._buffer, self._memory, self._places = buffer, memory, places
+        self._show([(place, place.on_host) for place in places])
+
+    def fetch(self, wire: Wire) -> None:
+        """Start copying to the device. Its memory is that of the current stream."""
+        assert self._memory is not None, "packed before"
+        assert self._buffer is not None, "packed before"
+        wire.check(self.device)
+        storage = self._memory.untyped_storage()
+        storage.resize_(self._memory.numel())
+        self.is_on_device = True
+        try:
+            # A region must not take the copy for one of its layer's operators.
+            with unobserved():
+                self._copy = wire.fill(self._memory, self._buffer)
+        except BaseException:
+            self.free()
+            raise
+
+    def use(self, wire: Wire) -> None:
+        """Let the parameters be what was fetched; the current stream waits for the copy.
+
+        Raises:
+            ChangedSinceForwardError: somebody has written to what waits, or put something else in its place.
+        """
+        if self.is_in_use:
+            return
+        self._check(on_device=False)
+        if self._copy is not None:
+            wire.wait(self._copy, self.device)
+            self._copy = None
+        self.is_in_use = True
+        self._show([(place, place.on_device) for place in self._places])
+
+    def rest(self) -> None:
+        """Let the parameters be what lies on the host. The device's memory stays filled."""
+        if not self.is_in_use:
+            return
+        self.is_in_use = False
+        try:
+            self._check(on_device=True)
+        finally:
+            self._show([(place, place.on_host) for place in self._places])
+
+    def free(self) -> None:
+        """Give the device's memory back, for what is given to the current stream from now on."""
+        if self._memory is None or not self.is_on_device:
+            return
+        if self._copy is not None:
+            # Fetched for nothing: the memory's next use comes after the copy.
+            self._copy.wait_home_stream()
+            self._copy = None
+        self.is_on_device = False
+        self._memory.untyped_storage().resize_(0)
+
+    def bring_back(self) -> None:
+        """Put everything back where it was, for good."""
+        if not self.is_packed:
+            return
+        self.rest()
+        self.free()
+        buffer = self._buffer
+        assert buffer is not None, "packed before"
+        buffer.synchronize()
+        with torch.inference_mode(False), torch.no_grad():
+            for place in self._places:
+                if place.parameter.data_ptr() == place.on_host.data_ptr():
+                    self._show([(place, torch.empty_like(place.on_host, device=self.device).copy_(place.on_host))])
+        self._reset()
+        buffer.memory.free()
+
+    def move_to(self, device: torch.device) -> None:
+        """Note that the layer will run on another device."""
+        if device != self.device:
+            self.rest()
+            self.free()
+            self.device = device
+            if self.is_packed:
+                # The other device may want other host memory, and needs a storage of its own.
+                buffer, self._buffer = self._buffer, None
+                assert buffer is not None, "packed before"
+                buffer.synchronize()
+                for place in self._places:
+                    self._show([(place, place.on_host.clone())])
+                self._reset()
+                buffer.memory.free()
+
+    def _check(self, *, on_device: bool) -> None:
+        for place in self._places:
+            parameter = place.parameter
+            expected = place.on_device if on_device else place.on_host
+            if (
+                parameter.data_ptr() != expected.data_ptr()
+                or parameter._version != place.version
+                or parameter.requires_grad
+            ):
+                raise _changed(self.name, place, expected)
+
+    @staticmethod
+    def _show(pairs: Iterable[tuple[_Place, Tensor]]) -> None:
+        for place, shown in pairs:
+            for tensor in place.tensors:
+                tensor.data = shown
+
+
+class UnmovedWeights(LayerWeights):
+    """What would wait of a layer without values: nothing moves, and `note` is told of each copy."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.note: Callable[[bool, int], None] = lambda is_begin, num_bytes: None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they lie on the host."""
+        return True
+
+    def fetch(self, wire: Wire) -> None:
+        """Note that a copy to the device begins."""
+        self.is_on_device = self._is_coming = True
+        self.note(True, self.num_bytes)
+
+    def use(self, wire: Wire) -> None:
+        """Note that the device waits for the copy, if there was one since the last use."""
+        self.is_in_use = True
+        if self._is_coming:
+            self._is_coming = False
+            self.note(False, self.num_bytes)
+
+    def rest(self) -> None:
+        """Note that nobody uses them."""
+        self.is_in_use = False
+
+    def free(self) -> None:
+        """Note that the device's memory is others'."""
+        self.is_on_device = False
+
+    def bring_back(self) -> None:
+        """Nothing was moved."""
+
+
+def has_no_values(module: nn.Module) -> bool:
+    """Whether a module is on `meta`, or one of a simulation."""
+    return any(each.is_meta or isinstance(each, FakeTensor) for each in module.parameters())
+
+
+def _changed(layer: str, place: _Place, expected: Tensor) -> HFCkptError:
+    parameter = place.parameter
+    if parameter.requires_grad:
+        does, instead = "is trained now", "Apply the policy after unfreezing it: what trains stays on the device"
+    elif parameter.data_ptr() != expected.data_ptr():
+        does = "was replaced (merging an adapter, loading weights, or a conversion does that)"
+        instead = "Do that before the policy is applied, or after it is removed"
+    else:
+        does = "was written to"
+        instead = "Do that before the policy is applied, or after it is removed"
+    return ChangedSinceForwardError(
+        f"{layer}.{place.name} waits on the host for its layer to run (weights: cpu), and {does}: the change would be "
+        f"lost. {instead}."
+    )
+
+
+def _like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Return bytes [n] as a tensor of the same shape, strides and dtype."""
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def packed_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that tensors take in one piece of memory."""
+    end = 0
+    for tensor in tensors:
+        end = _aligned(end) + tensor.nbytes
+    return end
+
+
+# --- Which weights of a layer wait. ---
+
+
+def waiting_tensors(layer: nn.Module, owners: Counter[Memory]) -> tuple[list[tuple[str, list[Tensor]]], dict[str, str]]:
+    """Return the tensors of a layer that can wait on the host, by name, and why others of its weights cannot.
+
+    Args:
+        layer: the layer.
+        owners: of the whole model, by `owners_of`.
+    """
+    waiting: dict[Memory, tuple[str, list[Tensor]]] = {}
+    staying: dict[str, str] = {}
+    inside = owners_of(layer)
+    for path, module in layer.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.ndim < 2 or parameter.requires_grad:
+                # Norms and biases are small. What trains is read and written by the optimizer.
+                continue
+            where = f"{path}.{name}" if path else name
+            reason = _reason_to_stay(parameter, inside, owners)
+            if reason is not None:
+                staying[where] = reason
+                continue
+            _add(waiting, where, parameter)
+            for beside in quantized_tensors(module, parameter):
+                if _memory_of(beside) in waiting or beside.nbytes >= _SMALL:
+                    _add(waiting, f"{where} (statistics)", beside)
+    return list(waiting.values()), staying
+
+
+def _add(waiting: dict[Memory, tuple[str, list[Tensor]]], name: str, tensor: Tensor) -> None:
+    _, same = waiting.setdefault(_memory_of(tensor), (name, []))
+    if not any(each is tensor for each in same):
+        same.append(tensor)
+
+
+def _memory_of(tensor: Tensor) -> Memory:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+Memory = tuple[int, int]
+"""Where a tensor begins: its storage, and its place there."""
+
+
+def owners_of(module: nn.Module) -> Counter[Memory]:
+    """Return how many modules have each piece of memory as a parameter, inside of a module or a model."""
+    # Also the same parameter in two modules.
+    found = (parameter for inner in module.modules() for parameter in inner._parameters.values())
+    return Counter(_memory_of(parameter) for parameter in found if parameter is not None)
+
+
+_PLAIN = ("Parameter", "Params4bit", "Int8Params")
+
+
+def _reason_to_stay(parameter: Tensor, inside: Counter[Memory], owners: Counter[Memory]) -> str | None:
+    memory = _memory_of(parameter)
+    if owners[memory] > inside[memory]:
+        return "shared with another layer"
+    if type(parameter).__name__ not in _PLAIN:
+        return f"a {type(parameter).__name__}"
+    if not parameter.is_contiguous() and not parameter.mT.is_contiguous():
+        return "not in one piece"
+    if parameter.device.type != "cpu" and parameter.untyped_storage().nbytes() > parameter.nbytes + _ALIGNMENT:
+        # Its memory would not be free.
+        return "a part of another tensor"
+    return None
+
+
+# --- The engine. ---
+
+
+class WaitingWeights:
+    """Moves the weights of the layers that wait, in the order in which the layers run.
+
+    Lives on the hooks of the layers, and is copied with them.
+    """
+
+    def __init__(self, settings: Weights, layers: Sequence[LayerWeights]) -> None:
+        self.settings = settings
+        self.layers = tuple(layers)
+        self.modules: tuple[nn.Module, ...] = ()
+        self.is_handed_over = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+        self._wires: dict[str, Wire] = {}
+        self._limits = HostLimits(self.settings.host_memory, trusts=self.settings.trust_host_memory)
+        # The layers on the device, the one that was used last at the end. Another plan may have left some there.
+        self._recent = [index for index, layer in enumerate(self.layers) if layer.is_on_device]
+        self._forwards: list[int] = []  # The layers whose forward runs.
+        self._backward: int | None = None
+        self.num_fetched = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"settings": self.settings, "layers": self.layers, "modules": self.modules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["settings"], state["layers"])  # type: ignore[misc]  # a copy begins as a new one
+        self.modules = state["modules"]
+
+    def use_wire(self, wire: Wire) -> None:
+        """Copy over this wire in place of the device's own, in tests. Nothing may be on the device."""
+        self._wires = dict.fromkeys((layer.device.type for layer in self.layers), wire)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that lie on the host."""
+        return sum(layer.num_bytes for layer in self.layers if layer.is_packed)
+
+    def pack(self) -> None:
+        """Move everything to the host. Raises `HostMemoryError`; what was moved by then is brought back."""
+        try:
+            for layer in self.layers:
+                self._pack(layer)
+        except BaseException:
+            self.bring_back()
+            raise
+
+    def bring_back(self) -> None:
+        """Put the weights back where they were, unless another plan takes this one's place."""
+        with self._lock:
+            for layer in () if self.is_handed_over else self.layers:
+                layer.bring_back()
+            self._recent.clear()
+
+    def place_hooks(self) -> Iterator[RemovableHandle]:
+        """Place hooks on the layers' modules; yield the handles."""
+        for index, module in enumerate(self.modules):
+            # Around the hooks of others: those may read the weights too.
+            yield module.register_forward_pre_hook(partial(_begin_forward, self, index), prepend=True)
+            # Also where the forward raises.
+            yield module.register_forward_hook(partial(_end_forward, self, index), always_call=True)
+
+    def begin_forward(self, index: int) -> None:
+        """Have a layer's weights on the device, and those of the next ones on their way."""
+        with self._lock:
+            self._use(index)
+            if self._is_recomputed(index):
+                # The layer before this one comes next, and is on its way.
+                return
+            self._rest_backward()
+            self._forwards.append(index)
+            self._fetch_ahead(range(index + 1, len(self.layers)))
+
+    def end_forward(self, index: int, output: Any) -> None:
+        """Let a layer's weights rest. Where a backward can follow, it will ask for them."""
+        with self._lock:
+            if self._is_recomputed(index):
+                return
+            with suppress(ValueError):
+                self._forwards.remove(index)
+            if index not in self._forwards:
+                self.layers[index].rest()
+        if torch.is_grad_enabled():
+            leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+            for node in {each.grad_fn for each in leaves if each.grad_fn is not None}:
+                node.register_prehook(partial(_begin_backward, self, index))
+
+    def begin_backward(self, index: int) -> None:
+        """Have a layer's weights on the device until backward comes to the next one, whose weights start coming."""
+        with self._lock:
+            if self._backward is None:
+                queue_callback(self.end_backward)
+            elif self._backward != index and self._backward not in self._forwards:
+                self.layers[self._backward].rest()
+            self._backward = index
+            self._use(index)
+            self._fetch_ahead(range(index - 1, -1, -1))
+
+    def _is_recomputed(self, index: int) -> bool:
+        # A hook on a gradient may call the model in a backward, and train it.
+        return index == self._backward and is_in_backward()
+
+    def end_backward(self) -> None:
+        """Let all weights rest."""
+        with self._lock:
+            self._rest_backward()
+
+    def _rest_backward(self) -> None:
+        # Also of a backward that ended in an exception: autograd drops its callbacks then.
+        index, self._backward = self._backward, None
+        if index is not None and index not in self._forwards:
+            self.layers[index].rest()
+
+    def _use(self, index: int) -> None:
+        layer = self.layers[index]
+        self._pack(layer)
+        self._fetch(index)
+        layer.use(self._wire(layer))
+
+    def _fetch_ahead(self, order: Iterable[int]) -> None:
+        for index, _ in zip(order, range(self.settings.resident - 1), strict=False):
+            self._pack(self.layers[index])
+            self._fetch(index)
+
+    def _fetch(self, index: int) -> None:
+        layer = self.layers[index]
+        if layer.is_on_device:
+            self._recent.remove(index)
+            self._recent.append(index)
+            return
+        unused = [other for other in self._recent if not self.layers[other].is_in_use]
+        for other in unused[: max(0, len(self._recent) + 1 - self.settings.resident)]:
+            # Before the next one asks for memory: the allocator hands it the same block.
+            self.layers[other].free()
+            self._recent.remove(other)
+        layer.fetch(self._wire(layer))
+        self._recent.append(index)
+        self.num_fetched += 1
+
+    def _pack(self, layer: LayerWeights) -> None:
+        if not layer.is_packed:
+            layer.pack(self._wire(layer), self._limits, self.host_bytes)
+
+    def _wire(self, layer: LayerWeights) -> Wire:
+        kind = layer.device.type
+        if kind not in self._wires:
+            self._wires[kind] = CudaWire() if kind == "cuda" else Wire()
+        return self._wires[kind]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
+def _begin_forward(engine: WaitingWeights, index: int, module: nn.Module, args: Any) -> None:
+    engine.begin_forward(index)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
+def _end_forward(engine: WaitingWeights, index: int, module: nn.Module, args: Any, output: Any) -> None:
+    engine.end_forward(index, output)
+
+
+def _begin_backward(engine: WaitingWeights, index: int, gradients: Any) -> None:
+    engine.begin_backward(index)
