@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.errors import ChangedSinceForwardError, HFCkptError, UnsupportedError
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.options import Weights
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import unobserved
@@ -66,6 +66,10 @@ class _Place:
     @property
     def parameter(self) -> Tensor:
         return self.tensors[0]
+
+    def is_shown(self, shown: Tensor) -> bool:
+        """Whether the parameter is this tensor, and nobody has put something else in its place."""
+        return self.parameter.data_ptr() == shown.data_ptr()
 
 
 class LayerWeights:
@@ -143,7 +147,8 @@ class LayerWeights:
             for place in places:
                 place.on_host.copy_(place.parameter)
         self._buffer, self._memory, self._places = buffer, memory, places
-        self._show([(place, place.on_host) for place in places])
+        for place in places:
+            self._show(place, place.on_host)
 
     def fetch(self, wire: Wire) -> None:
         """Start copying to the device. Its memory is that of the current stream."""
@@ -162,29 +167,39 @@ class LayerWeights:
             raise
 
     def use(self, wire: Wire) -> None:
-        """Let the parameters be what was fetched; the current stream waits for the copy.
-
-        Raises:
-            ChangedSinceForwardError: somebody has written to what waits, or put something else in its place.
-        """
+        """Let the parameters be what was fetched; the current stream waits for the copy."""
         if self.is_in_use:
             return
-        self._check(on_device=False)
+        self.is_in_use = True
         if self._copy is not None:
             wire.wait(self._copy, self.device)
             self._copy = None
-        self.is_in_use = True
-        self._show([(place, place.on_device) for place in self._places])
+        for place in list(self._places):
+            if not place.is_shown(place.on_host):
+                # Replaced: by another's tensor, which stays where it is.
+                self._places.remove(place)
+            elif place.parameter.requires_grad:
+                # Unfrozen: the optimizer steps it on the device from now on.
+                self._show(place, place.on_device.clone())
+                self._places.remove(place)
+            else:
+                self._show(place, place.on_device)
 
     def rest(self) -> None:
         """Let the parameters be what lies on the host. The device's memory stays filled."""
         if not self.is_in_use:
             return
         self.is_in_use = False
-        try:
-            self._check(on_device=True)
-        finally:
-            self._show([(place, place.on_host) for place in self._places])
+        for place in list(self._places):
+            if not place.is_shown(place.on_device):
+                # A layer may convert its weight when it first runs.
+                self._places.remove(place)
+                continue
+            if place.parameter._version != place.version:
+                # Written to by its own layer. The host's thread waits.
+                place.version = place.parameter._version
+                place.on_host.copy_(place.on_device)
+            self._show(place, place.on_host)
 
     def free(self) -> None:
         """Give the device's memory back, for what is given to the current stream from now on."""
@@ -208,8 +223,8 @@ class LayerWeights:
         buffer.synchronize()
         with torch.inference_mode(False), torch.no_grad():
             for place in self._places:
-                if place.parameter.data_ptr() == place.on_host.data_ptr():
-                    self._show([(place, torch.empty_like(place.on_host, device=self.device).copy_(place.on_host))])
+                if place.is_shown(place.on_host):
+                    self._show(place, torch.empty_like(place.on_host, device=self.device).copy_(place.on_host))
         self._reset()
         buffer.memory.free()
 
@@ -225,26 +240,14 @@ class LayerWeights:
                 assert buffer is not None, "packed before"
                 buffer.synchronize()
                 for place in self._places:
-                    self._show([(place, place.on_host.clone())])
+                    self._show(place, place.on_host.clone())
                 self._reset()
                 buffer.memory.free()
 
-    def _check(self, *, on_device: bool) -> None:
-        for place in self._places:
-            parameter = place.parameter
-            expected = place.on_device if on_device else place.on_host
-            if (
-                parameter.data_ptr() != expected.data_ptr()
-                or parameter._version != place.version
-                or parameter.requires_grad
-            ):
-                raise _changed(self.name, place, expected)
-
     @staticmethod
-    def _show(pairs: Iterable[tuple[_Place, Tensor]]) -> None:
-        for place, shown in pairs:
-            for tensor in place.tensors:
-                tensor.data = shown
+    def _show(place: _Place, shown: Tensor) -> None:
+        for tensor in place.tensors:
+            tensor.data = shown
 
 
 class UnmovedWeights(LayerWeights):
@@ -286,22 +289,6 @@ class UnmovedWeights(LayerWeights):
 def has_no_values(module: nn.Module) -> bool:
     """Whether a module is on `meta`, or one of a simulation."""
     return any(each.is_meta or isinstance(each, FakeTensor) for each in module.parameters())
-
-
-def _changed(layer: str, place: _Place, expected: Tensor) -> HFCkptError:
-    parameter = place.parameter
-    if parameter.requires_grad:
-        does, instead = "is trained now", "Apply the policy after unfreezing it: what trains stays on the device"
-    elif parameter.data_ptr() != expected.data_ptr():
-        does = "was replaced (merging an adapter, loading weights, or a conversion does that)"
-        instead = "Do that before the policy is applied, or after it is removed"
-    else:
-        does = "was written to"
-        instead = "Do that before the policy is applied, or after it is removed"
-    return ChangedSinceForwardError(
-        f"{layer}.{place.name} waits on the host for its layer to run (weights: cpu), and {does}: the change would be "
-        f"lost. {instead}."
-    )
 
 
 def _like(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -412,6 +399,7 @@ class WaitingWeights:
         # The layers on the device, the one that was used last at the end. Another plan may have left some there.
         self._recent = [index for index, layer in enumerate(self.layers) if layer.is_on_device]
         self._forwards: list[int] = []  # The layers whose forward runs.
+        self._last = -1  # The layer whose forward began last.
         self._backward: int | None = None
         self.num_fetched = 0
 
@@ -458,12 +446,15 @@ class WaitingWeights:
     def begin_forward(self, index: int) -> None:
         """Have a layer's weights on the device, and those of the next ones on their way."""
         with self._lock:
-            self._use(index)
             if self._is_recomputed(index):
-                # The layer before this one comes next, and is on its way.
+                # Its weights are there, and those of the layer before it on their way.
                 return
-            self._rest_backward()
+            if not self._forwards and index <= self._last:
+                # Another pass: somebody may have written to what lies on the host.
+                self._free_all()
+            self._last = index
             self._forwards.append(index)
+            self._use(index)
             self._fetch_ahead(range(index + 1, len(self.layers)))
 
     def end_forward(self, index: int, output: Any) -> None:
@@ -475,6 +466,8 @@ class WaitingWeights:
                 self._forwards.remove(index)
             if index not in self._forwards:
                 self.layers[index].rest()
+            if not torch.is_grad_enabled() and index + 1 == len(self.layers):
+                self._free_all()
         if torch.is_grad_enabled():
             leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
             for node in {each.grad_fn for each in leaves if each.grad_fn is not None}:
@@ -496,15 +489,17 @@ class WaitingWeights:
         return index == self._backward and is_in_backward()
 
     def end_backward(self) -> None:
-        """Let all weights rest."""
+        """Free the device of all weights, but of layers whose forward runs."""
         with self._lock:
-            self._rest_backward()
+            self._free_all()
 
-    def _rest_backward(self) -> None:
-        # Also of a backward that ended in an exception: autograd drops its callbacks then.
-        index, self._backward = self._backward, None
-        if index is not None and index not in self._forwards:
+    def _free_all(self) -> None:
+        # Also what a backward has left that ended in an exception: autograd drops its callbacks then.
+        self._backward = None
+        for index in [index for index in self._recent if index not in self._forwards]:
             self.layers[index].rest()
+            self.layers[index].free()
+            self._recent.remove(index)
 
     def _use(self, index: int) -> None:
         layer = self.layers[index]
