@@ -73,6 +73,7 @@ class Late:
         self.compute = Stream("compute", self.log, computes=True)
         self._in_force = self.compute
         self._names = iter(("out", "into"))
+        self.streams: list[Stream] = []
 
     def is_capturing(self, device: torch.device) -> bool:
         return False
@@ -81,7 +82,8 @@ class Late:
         return self._in_force
 
     def new_stream(self, device: torch.device) -> Stream:
-        return Stream(next(self._names), self.log, computes=False)
+        self.streams.append(Stream(next(self._names), self.log, computes=False))
+        return self.streams[-1]
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -100,6 +102,8 @@ class Late:
             there, values = to.tensor(), of.tensor()
             if there is None or values is None:
                 self.faults.append("the target was freed" if there is None else "the source was freed")
+            elif to.is_emptied():
+                self.faults.append("the target was emptied")
             else:
                 there.copy_(values)
 
@@ -108,7 +112,7 @@ class Late:
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self.log.append(f"{stream.name} has memory lent")
 
-    def allocate(self, num_bytes: int) -> PageableMemory:
+    def allocate(self, num_bytes: int, *, in_forks: bool = False) -> PageableMemory:
         return PageableMemory(num_bytes)
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
@@ -124,7 +128,14 @@ class _Weak:
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._where: tuple[Any, ...] = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._end = tensor.storage_offset() + tensor.numel()
+
+    def is_emptied(self) -> bool:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return storage is not None and storage.nbytes() < self._end
 
     def tensor(self) -> Tensor | None:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        return None if storage is None else torch.empty(0, dtype=torch.uint8).set_(storage, *self._where)
+        # `set_` would make an emptied storage grow.
+        where = (0, (0,)) if storage is not None and self.is_emptied() else self._where
+        return None if storage is None else torch.empty(0, dtype=torch.uint8).set_(storage, *where)

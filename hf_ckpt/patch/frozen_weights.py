@@ -140,19 +140,8 @@ def _device_of(tensors: Sequence[tuple[str, list[Tensor]]]) -> torch.device:
 def _apply_to_others(
     weights: LayerWeights, layer: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """`_apply` of a layer, which `to` and the like call: what waits stays on the host, for the layer's new device.
-
-    Raises:
-        UnsupportedError: it changes the dtype of what waits.
-    """
-    for probe in weights.probes():
-        moved = fn(probe)
-        if moved.dtype != probe.dtype:
-            raise UnsupportedError(
-                f"{weights.name} is converted from {probe.dtype} to {moved.dtype}, but its frozen weights wait on the "
-                "host (weights: cpu). Convert the model before the policy is applied."
-            )
-        weights.move_to(moved.device)
+    """`_apply` of a layer, which `to` and the like call: what waits stays on the host, for the layer's new device."""
+    weights.convert(fn)
     with _left_out(weights, layer):
         return type(layer)._apply(layer, fn, recurse)
 

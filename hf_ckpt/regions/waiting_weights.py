@@ -112,11 +112,6 @@ class LayerWeights:
         for _, tensors in self._waiting:
             yield from tensors
 
-    def probes(self) -> Iterator[Tensor]:
-        """Yield empty tensors of the dtypes that wait, on the device where the layer runs."""
-        for dtype in dict.fromkeys(tensor.dtype for tensor in self.tensors()):
-            yield torch.empty(0, dtype=dtype, device=self.device)
-
     @property
     def is_packed(self) -> bool:
         """Whether they lie on the host already."""
@@ -228,21 +223,34 @@ class LayerWeights:
         self._reset()
         buffer.memory.free()
 
-    def move_to(self, device: torch.device) -> None:
-        """Note that the layer will run on another device."""
-        if device != self.device:
-            self.rest()
-            self.free()
-            self.device = device
-            if self.is_packed:
-                # The other device may want other host memory, and needs a storage of its own.
-                buffer, self._buffer = self._buffer, None
-                assert buffer is not None, "packed before"
-                buffer.synchronize()
-                for place in self._places:
-                    self._show(place, place.on_host.clone())
-                self._reset()
-                buffer.memory.free()
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Follow what `fn` makes of a tensor of the device: another device to run on, another dtype."""
+        waiting = list(self.tensors())
+        for dtype in dict.fromkeys(tensor.dtype for tensor in waiting):
+            probe = torch.empty(0, dtype=dtype, device=self.device)
+            moved = fn(probe)
+            if (moved.device, moved.dtype) == (probe.device, dtype):
+                continue
+            # The other device may want other host memory, and a storage of its own. Packed at the next use.
+            self._unpack()
+            self.device = moved.device
+            for tensor in waiting:
+                if tensor.dtype == dtype != moved.dtype:
+                    tensor.data = tensor.data.to(moved.dtype)
+
+    def _unpack(self) -> None:
+        """Let what waits lie on the host as ordinary tensors."""
+        buffer, places = self._buffer, self._places
+        if buffer is None:
+            return
+        self.rest()
+        self.free()
+        buffer.synchronize()
+        for place in places:
+            if place.is_shown(place.on_host):
+                self._show(place, place.on_host.clone())
+        self._reset()
+        buffer.memory.free()
 
     @staticmethod
     def _show(place: _Place, shown: Tensor) -> None:
