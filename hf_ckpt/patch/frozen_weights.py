@@ -21,7 +21,6 @@ from hf_ckpt.policy.options import Weights
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.waiting_weights import (
     LayerWeights,
-    UnmovedWeights,
     WaitingWeights,
     has_no_values,
     owners_of,
@@ -81,7 +80,7 @@ def check_weights(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None
 def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan, stacks: Sequence[Stack]) -> None:
     """Move the frozen weights of the plan's layers to the host, and hook the layers."""
     waiting = layers_that_wait(plan, stacks)
-    if not waiting:
+    if not waiting or has_no_values(model):
         return
     owners, layers, staying = owners_of(model), [], dict[str, str]()
     for path, layer, _ in waiting:
@@ -89,8 +88,7 @@ def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan
         if found is None:
             tensors, reasons = waiting_tensors(layer.module, owners)
             staying.update({f"{path}.{name}": reason for name, reason in reasons.items()})
-            kind = UnmovedWeights if has_no_values(layer.module) else LayerWeights
-            found = kind(path, tensors, _device_of(tensors))
+            found = LayerWeights(path, tensors, _device_of(tensors))
         layers.append(found)
     if not any(each.names for each in layers):
         reasons = "; ".join(f"{name} is {reason}" for name, reason in staying.items())

@@ -88,7 +88,6 @@ class LayerWeights:
         self._copy: AsyncCopy | None = None
         self.is_on_device = False  # Its storage is filled, or being filled.
         self.is_in_use = False  # The parameters are views of it.
-        self._is_coming = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has its own tensors, on the host, and packs them when they are first used.
@@ -258,42 +257,6 @@ class LayerWeights:
             tensor.data = shown
 
 
-class UnmovedWeights(LayerWeights):
-    """What would wait of a layer without values: nothing moves, and `note` is told of each copy."""
-
-    def _reset(self) -> None:
-        super()._reset()
-        self.note: Callable[[bool, int], None] = lambda is_begin, num_bytes: None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether they lie on the host."""
-        return True
-
-    def fetch(self, wire: Wire) -> None:
-        """Note that a copy to the device begins."""
-        self.is_on_device = self._is_coming = True
-        self.note(True, self.num_bytes)
-
-    def use(self, wire: Wire) -> None:
-        """Note that the device waits for the copy, if there was one since the last use."""
-        self.is_in_use = True
-        if self._is_coming:
-            self._is_coming = False
-            self.note(False, self.num_bytes)
-
-    def rest(self) -> None:
-        """Note that nobody uses them."""
-        self.is_in_use = False
-
-    def free(self) -> None:
-        """Note that the device's memory is others'."""
-        self.is_on_device = False
-
-    def bring_back(self) -> None:
-        """Nothing was moved."""
-
-
 def has_no_values(module: nn.Module) -> bool:
     """Whether a module is on `meta`, or one of a simulation."""
     return any(each.is_meta or isinstance(each, FakeTensor) for each in module.parameters())
@@ -408,7 +371,7 @@ class WaitingWeights:
         self._recent = [index for index, layer in enumerate(self.layers) if layer.is_on_device]
         self._forwards: list[int] = []  # The layers whose forward runs.
         self._last = -1  # The layer whose forward began last.
-        self._backward: int | None = None
+        self.backward: int | None = None  # The layer whose backward runs.
         self.num_fetched = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -454,9 +417,6 @@ class WaitingWeights:
     def begin_forward(self, index: int) -> None:
         """Have a layer's weights on the device, and those of the next ones on their way."""
         with self._lock:
-            if self._is_recomputed(index):
-                # Its weights are there, and those of the layer before it on their way.
-                return
             if not self._forwards and index <= self._last:
                 # Another pass: somebody may have written to what lies on the host.
                 self._free_all()
@@ -465,36 +425,24 @@ class WaitingWeights:
             self._use(index)
             self._fetch_ahead(range(index + 1, len(self.layers)))
 
-    def end_forward(self, index: int, output: Any) -> None:
+    def end_forward(self, index: int, *, needs_backward: bool) -> None:
         """Let a layer's weights rest. Where a backward can follow, it will ask for them."""
         with self._lock:
-            if self._is_recomputed(index):
-                return
             with suppress(ValueError):
                 self._forwards.remove(index)
             if index not in self._forwards:
                 self.layers[index].rest()
-            if not torch.is_grad_enabled() and index + 1 == len(self.layers):
+            if not needs_backward and index + 1 == len(self.layers):
                 self._free_all()
-        if torch.is_grad_enabled():
-            leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-            for node in {each.grad_fn for each in leaves if each.grad_fn is not None}:
-                node.register_prehook(partial(_begin_backward, self, index))
 
     def begin_backward(self, index: int) -> None:
         """Have a layer's weights on the device until backward comes to the next one, whose weights start coming."""
         with self._lock:
-            if self._backward is None:
-                queue_callback(self.end_backward)
-            elif self._backward != index and self._backward not in self._forwards:
-                self.layers[self._backward].rest()
-            self._backward = index
+            if self.backward not in (None, index, *self._forwards):
+                self.layers[self.backward].rest()
+            self.backward = index
             self._use(index)
             self._fetch_ahead(range(index - 1, -1, -1))
-
-    def _is_recomputed(self, index: int) -> bool:
-        # A hook on a gradient may call the model in a backward, and train it.
-        return index == self._backward and is_in_backward()
 
     def end_backward(self) -> None:
         """Free the device of all weights, but of layers whose forward runs."""
@@ -503,7 +451,7 @@ class WaitingWeights:
 
     def _free_all(self) -> None:
         # Also what a backward has left that ended in an exception: autograd drops its callbacks then.
-        self._backward = None
+        self.backward = None
         for index in [index for index in self._recent if index not in self._forwards]:
             self.layers[index].rest()
             self.layers[index].free()
@@ -546,15 +494,34 @@ class WaitingWeights:
         return self._wires[kind]
 
 
+# --- Hooks of the layers. ---
+
+
+def _is_recomputed(engine: WaitingWeights, index: int) -> bool:
+    """Whether a layer runs again in its backward: its weights are there, and stay until that ends."""
+    # A hook on a gradient may call the model in a backward, and train it.
+    return index == engine.backward and is_in_backward()
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
 def _begin_forward(engine: WaitingWeights, index: int, module: nn.Module, args: Any) -> None:
-    engine.begin_forward(index)
+    if not _is_recomputed(engine, index):
+        engine.begin_forward(index)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
 def _end_forward(engine: WaitingWeights, index: int, module: nn.Module, args: Any, output: Any) -> None:
-    engine.end_forward(index, output)
+    if _is_recomputed(engine, index):
+        return
+    needs_backward = torch.is_grad_enabled()
+    engine.end_forward(index, needs_backward=needs_backward)
+    if needs_backward:
+        leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        for node in {each.grad_fn for each in leaves if each.grad_fn is not None}:
+            node.register_prehook(partial(_begin_backward, engine, index))
 
 
 def _begin_backward(engine: WaitingWeights, index: int, gradients: Any) -> None:
+    if engine.backward is None:
+        queue_callback(engine.end_backward)
     engine.begin_backward(index)

@@ -120,6 +120,14 @@ def peak_host_bytes(tape: Tape) -> int:
     return max(accumulate(changes, initial=0))
 
 
+# By what waits: the copies that it waits for, in the order in which they began.
+_WAITS = {
+    TransferKind.WAIT_FOR_SEND: TransferKind.SEND,
+    TransferKind.RECEIVE: TransferKind.FETCH,
+    TransferKind.RECEIVE_WEIGHTS: TransferKind.FETCH_WEIGHTS,
+}
+
+
 def add_copy_waits(tape: Tape, device: Device) -> None:
     """Let the device wait for copies that are not done in time. See Note [Copies during computation]."""
     columns = tape.columns
@@ -127,15 +135,15 @@ def add_copy_waits(tape: Tape, device: Device) -> None:
     if not transfers:
         return
     now = 0.0
-    ends = {TransferKind.SEND: deque[float](), TransferKind.FETCH: deque[float]()}
-    free = {TransferKind.SEND: 0.0, TransferKind.FETCH: 0.0}
-    begins = {TransferKind.WAIT_FOR_SEND: TransferKind.SEND, TransferKind.RECEIVE: TransferKind.FETCH}
+    ends = {kind: deque[float]() for kind in _WAITS.values()}
+    free = {"away": 0.0, "back": 0.0}
     for row, seconds in enumerate(columns.seconds.tolist()):
         transfer = transfers.get(row)
         if transfer is not None and transfer.kind in ends:
-            free[transfer.kind] = max(now, free[transfer.kind]) + copy_seconds(transfer.num_bytes, device)
-            ends[transfer.kind].append(free[transfer.kind])
-        elif transfer is not None and transfer.kind in begins and (waiting := ends[begins[transfer.kind]]):
+            way = "away" if transfer.kind is TransferKind.SEND else "back"
+            free[way] = max(now, free[way]) + copy_seconds(transfer.num_bytes, device)
+            ends[transfer.kind].append(free[way])
+        elif transfer is not None and transfer.kind in _WAITS and (waiting := ends[_WAITS[transfer.kind]]):
             seconds = columns.seconds[row] = max(0.0, waiting.popleft() - now)
             columns.is_copy[row] = True
         now += seconds

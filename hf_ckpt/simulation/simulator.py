@@ -42,6 +42,7 @@ from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.simulation.waiting_weights import let_weights_wait, without_waiting_weights
 from hf_ckpt.simulation.zero_tape import ZeroTape
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.stored import stored
@@ -234,6 +235,11 @@ class StepSimulator:
         changed_by: Change | None = None,
     ) -> TracedStep:
         """Simulate the step event by event. See `simulate`; the plan is one of this model's."""
+        whole = plan
+        if plan is not None and (plan := without_waiting_weights(plan)) is not whole:
+            bare = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
+            moved = partial(self._with_waiting_weights, bare, whole)
+            return moved() if traces_all or explains or changed_by else self._known.traced(self._key(whole), moved)
         key, plan = self._key(plan), None if plan is None else resolve_fractions(plan)
         if traces_all or changed_by is not None:
             change = changed_by or nullcontext
@@ -406,6 +412,12 @@ class StepSimulator:
         add_copy_waits(tape, device)
         add_workspaces(tape, device)
         return TracedStep(tape, host_bytes + peak_host_bytes(tape))
+
+    def _with_waiting_weights(self, traced: TracedStep, plan: Plan) -> TracedStep:
+        rounding = BLOCK_BYTES if self.device.is_cuda else 1
+        tape, host_bytes = let_weights_wait(traced.tape, plan, self.model, self.stacks, rounding=rounding)
+        add_copy_waits(tape, self.device)
+        return TracedStep(tape, traced.host_bytes + host_bytes)
 
     def _step_optimizer(self, tracker: Tracker) -> None:
         optimizer = self._optimizer(frozenset(tracker.names_with_gradient))

@@ -95,6 +95,8 @@ class TransferKind(StrEnum):
     FETCH = "fetch"  # A copy from the host begins.
     RECEIVE = "receive"  # The device waits for the oldest copy from the host that it has not waited for.
     RELEASE = "release"  # Host memory is freed.
+    FETCH_WEIGHTS = "fetch weights"  # A copy of a layer's weights from the host begins, on the link of `FETCH`.
+    RECEIVE_WEIGHTS = "receive weights"  # The device waits for the oldest of them that it has not waited for.
     GATHER = "gather"  # The device waits for the weights of a unit that come from other ranks.
     LET_GO = "let go"  # What a unit gathered is freed.
     REDUCE = "reduce"  # Gradients are sent to other ranks.
