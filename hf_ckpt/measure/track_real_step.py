@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.patch.apply import offloaders_of, plan_of
+from hf_ckpt.patch.apply import offloaders_of, plan_of, waiting_of
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import CPU, this_device
@@ -53,6 +54,10 @@ def follow_trainer(trainer: Trainer, *, at_step: int = 2, **structure: Any) -> S
             "Give the run more steps, or follow an earlier one."
         )
     return following.memory
+
+
+class _Owner:
+    """What memory is freed with."""
 
 
 class _StepRecorder(TrainerCallback):
@@ -109,14 +114,14 @@ class _StepRecorder(TrainerCallback):
         """Read what was followed, and let the Trainer stop."""
         if self._tracker is not None:
             self._entered.close()
-            device = self._trainer.args.device
+            device, waiting = self._trainer.args.device, waiting_of(self._model)
             add_workspaces(self._tracker.tape, this_device() if device.type == "cuda" else CPU)
             self.memory = read_tape(
                 self._tracker.tape,
                 device=str(device),
                 plan=plan_of(self._model),
                 tokens=sum(batch["input_ids"].numel() for batch in self._held_batches() if "input_ids" in batch),
-                host_bytes=peak_host_bytes(self._tracker.tape),
+                host_bytes=peak_host_bytes(self._tracker.tape) + (0 if waiting is None else waiting.host_bytes),
             )
             control.should_training_stop = True
         return control
@@ -138,7 +143,13 @@ class _StepRecorder(TrainerCallback):
         stacks = find_layers(model, **self._structure)
         is_cuda = self._trainer.args.device.type == "cuda"
         self._tracker = tracker = Tracker(rounding=BLOCK_BYTES if is_cuda else 1)
-        tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
+        waiting = waiting_of(model)
+        on_host = set() if waiting is None else {id(tensor) for each in waiting.layers for tensor in each.tensors()}
+        there = ((name, tensor) for name, tensor in parameters_and_buffers(model) if id(tensor) not in on_host)
+        tracker.record_existing(there, Category.PARAMETERS)
+        for each in () if waiting is None else waiting.layers:
+            tracker.leave_out(each.memory())
+            each.on_resize = partial(_follow_weights, tracker, [])
         assert self._trainer.optimizer is not None, "a step is about to run"
         state = state_tensors(self._trainer.optimizer)
         tracker.record_existing((("", tensor) for _, tensor in state), Category.OPTIMIZER)
@@ -164,3 +175,11 @@ class _StepRecorder(TrainerCallback):
             for offloader in offloaders_of(model):
                 offloader.use_link(SimulatedLink(tracker, has_values=True))
         return tracker
+
+
+def _follow_weights(tracker: Tracker, owners: list[_Owner], num_bytes: int) -> None:
+    """Count what a layer's weights take of the device while they are there."""
+    owners.clear()
+    if num_bytes:
+        owners.append(_Owner())
+        tracker.record_owned(num_bytes, owners[0], Category.GATHERED)

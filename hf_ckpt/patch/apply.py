@@ -381,6 +381,12 @@ def offloaders_of(model: nn.Module) -> tuple[Offloader, ...]:
     return patches[0].offloaders if patches else ()
 
 
+def waiting_of(model: nn.Module) -> WaitingWeights | None:
+    """Return what moves the weights of the plan that is in force on a model. See `Applied.waiting`."""
+    patches = _patches(model)
+    return patches[0].waiting if patches else None
+
+
 def _patches(model: nn.Module) -> list[StackPatch]:
     return [module.__dict__[HANDLE] for module in modules_of(model) if HANDLE in module.__dict__]
 

@@ -87,6 +87,7 @@ class LayerWeights:
         self._memory: Tensor | None = None
         self._copy: AsyncCopy | None = None
         self.is_on_device = False  # Its storage is filled, or being filled.
+        self.on_resize: Callable[[int], None] = lambda num_bytes: None  # Told of the device's memory.
         self.is_in_use = False  # The parameters are views of it.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,6 +111,11 @@ class LayerWeights:
         """Yield the tensors that wait."""
         for _, tensors in self._waiting:
             yield from tensors
+
+    def memory(self) -> Iterator[Tensor]:
+        """Yield the memory on the host and that of the device, as bytes."""
+        if self._buffer is not None and self._memory is not None:
+            yield from (self._buffer.memory.bytes, self._memory)
 
     @property
     def is_packed(self) -> bool:
@@ -151,6 +157,7 @@ class LayerWeights:
         wire.check(self.device)
         storage = self._memory.untyped_storage()
         storage.resize_(self._memory.numel())
+        self.on_resize(self._memory.numel())
         self.is_on_device = True
         try:
             # A region must not take the copy for one of its layer's operators.
@@ -205,6 +212,7 @@ class LayerWeights:
             self._copy = None
         self.is_on_device = False
         self._memory.untyped_storage().resize_(0)
+        self.on_resize(0)
 
     def bring_back(self) -> None:
         """Put everything back where it was, for good."""

@@ -198,9 +198,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._record_block(num_bytes)
         self._append(Event(self._current_place(), MemoryChange.FREE, storage))
 
-    def record_owned(self, num_bytes: int, owner: object) -> None:
+    def record_owned(self, num_bytes: int, owner: object, category: Category = Category.TEMPORARY) -> None:
         """Count memory that is freed with the object that owns it."""
-        self.free_with(owner, self._record_block(num_bytes))
+        self.free_with(owner, self._record_block(num_bytes, category))
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count nothing of tensors: they are on the host, or counted otherwise."""
+        for tensor in tensors:
+            self._start_tracking(tensor).num_bytes = 0
 
     def free_with(self, owner: object, storage: Storage) -> None:
         """Record that a storage is freed when its owner is."""
@@ -211,9 +216,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._alive.get(storage)
         return None if found is None else found[0]()
 
-    def _record_block(self, num_bytes: int) -> Storage:
+    def _record_block(self, num_bytes: int, category: Category = Category.TEMPORARY) -> Storage:
         place = self._current_place()
-        storage = Storage(self._rounded(num_bytes), category=Category.TEMPORARY, is_extra=self.is_extra)
+        storage = Storage(self._rounded(num_bytes), category=category, is_extra=self.is_extra)
         self._append(Event(place, MemoryChange.ALLOCATE, storage))
         return storage
 
