@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby, islice
+from typing import Any
 
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.planner.advice import (
@@ -30,8 +31,9 @@ from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
 from hf_ckpt.planner.dynamic_programming import ChainPlanner
 from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
+from hf_ckpt.planner.waiting_weights import WeightsPlanner, is_plain
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
-from hf_ckpt.policy.options import Offload
+from hf_ckpt.policy.options import Offload, Weights
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial
@@ -39,6 +41,7 @@ from hf_ckpt.policy.revolve import most_runs
 from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.simulation.waiting_weights import without_waiting_weights
 
 _MAX_TRIES = 6
 """Simulations of plans that one chain chooses."""
@@ -97,6 +100,8 @@ class StepPlanner:
         self._simulator = simulator
         self._allowed = allowed
         self._given = chain
+        # What the plan that needs least becomes, for messages: one whose weights wait.
+        self._leanest: Callable[[Plan], Plan] = lambda plan: plan
 
     @cached_property
     def chain(self) -> Chain:
@@ -124,6 +129,8 @@ class StepPlanner:
         Raises:
             BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
         """
+        if self._allowed.weights is not None:
+            return self._with_weights(capacity, self._allowed.weights, compare=compare, write=write, say=say)
         before = self._simulator.prepare()
         if before is not None and before.peak_bytes > capacity.allocated_bytes:
             raise cannot_prepare(self._simulator.step, before, capacity.num_bytes)
@@ -137,19 +144,60 @@ class StepPlanner:
             if found is not None:
                 return self._compared(found, capacity, allowed) if compare else found
         search = searches[-1][1]
-        smallest = search.smallest()
+        smallest = self._leanest((found := search.smallest()).plan)
+        changes = search.further(self._allowed)
         raise nothing_fits(
             capacity.num_bytes,
-            smallest.memory,
-            smallest.verdict.needed_bytes,
+            self._simulator.memory(smallest),
+            self._simulator.verdict(smallest, capacity).needed_bytes,
             self._simulator.step,
-            lambda other: self._simulator.with_step(other).verdict(smallest.plan, capacity).needed_bytes,
-            search.further(self._allowed),
+            lambda other: self._simulator.with_step(other).verdict(smallest, capacity).needed_bytes,
+            changes if smallest is not found.plan else [*self._weights_change(smallest, capacity), *changes],
             write=write,
             device_bytes=self._simulator.device.memory_bytes or None,
             is_exact=self._allowed.exact is True,
             say=say,
         )
+
+    def _with_weights(self, capacity: Capacity, weights: Weights, **options: Any) -> Planned:
+        """Return the fastest plan that fits where frozen weights may wait on the host. See `plan_for`."""
+        plain = StepPlanner(self._simulator, allowed=replace(self._allowed, weights=None), chain=self.chain)
+        made: dict[Plan, Planned] = {}
+
+        def plan_for(other: Capacity) -> Plan:
+            planned = plain.plan_for(other, **{**options, "say": None})
+            return made.setdefault(planned.plan, planned).plan
+
+        moving = WeightsPlanner(self._simulator, weights, plan_for)
+        if moving.can_wait:
+            plain._leanest = moving.with_all
+        try:
+            found, error = plain.plan_for(capacity, **options), None
+        except BudgetError as problem:
+            found, error = None, problem
+        if not moving.can_wait or (found is not None and is_plain(found.plan)):
+            if found is None:
+                raise error or AssertionError("a plan or an error")
+            return found
+        moved = moving.fastest(capacity)
+        if moved is None or (found is not None and found.memory.time.total <= moved[1].time.total / _SAME_TIME):
+            if found is None:
+                raise error or AssertionError("a plan or an error")
+            return found
+        plan, memory, verdict = moved
+        # Of a plan with segments their options alone: those of the chain.
+        known = made.get(without_waiting_weights(plan)) or next(reversed(made.values()))
+        return replace(known, plan=plan, memory=memory, verdict=verdict)
+
+    def _weights_change(self, smallest: Plan, capacity: Capacity) -> Iterator[OptionChange]:
+        """Yield what it would bring to let frozen weights wait, where that was not allowed."""
+        weights = Weights()
+        moving = WeightsPlanner(self._simulator, weights, lambda other: smallest)
+        if moving.can_wait:
+            moved = moving.with_all(smallest)
+            yield OptionChange(
+                {"weights": weights.to}, lambda: self._simulator.verdict(moved, capacity).needed_bytes, moving.host_bytes
+            )
 
     @cached_property
     def _chains(self) -> _Chains:

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
-from hf_ckpt.policy.options import TO_CPU, HeadMode, Offload, parse_head, parse_offload, parse_tiles
+from hf_ckpt.policy.options import (
+    TO_CPU,
+    HeadMode,
+    Offload,
+    Weights,
+    parse_head,
+    parse_offload,
+    parse_tiles,
+    parse_weights,
+)
 from hf_ckpt.policy.plan import LayerPlan, Plan, with_entries
 from hf_ckpt.policy.policy import AUTO
+
+Moved = TypeVar("Moved", Offload, Weights)
 
 Exact = bool | Literal["prefer"]
 """Whether a plan has to be bitwise: loss and gradients those of a run without a plan, to the bit."""
@@ -34,6 +45,8 @@ class Allowed:
     """
     head: bool | None = None
     """Whether the chunked head may be chosen, whatever `exact` says; None leaves it to `exact`."""
+    weights: Weights | None = None
+    """Where frozen weights may wait; None forbids it, for the same reason."""
     exact: Exact = PREFER
     """True takes no tiles and no chunked head, which add sums in another order; `prefer` only where nothing fits
     without; False wherever they are faster."""
@@ -70,7 +83,7 @@ DEFAULT_ALLOWED = Allowed()
 """What is allowed where the user said nothing."""
 
 
-ALLOWANCES = ("offload", "tiles", "head", "exact")
+ALLOWANCES = ("offload", "weights", "tiles", "head", "exact")
 """Options that allow or forbid something under `auto`; `exact` belongs to no other policy."""
 
 
@@ -79,6 +92,7 @@ def allowed_by(options: Mapping[str, Any]) -> Allowed:
     head = parse_head(options.get("head"))
     return Allowed(
         offload=_offload(options.get("offload")),
+        weights=parse_weights(options.get("weights")),
         tiles=_tiles(options.get("tiles")),
         head=None if head is None else head is HeadMode.CHUNKED,
         exact=parse_exact(options.get("exact")),
@@ -108,22 +122,29 @@ def parse_exact(value: object) -> Exact:
 
 def cap_to_free_memory(allowed: Allowed, free_bytes: int | None) -> Allowed:
     """Return what is allowed where so much host memory is free; None where that is not known."""
-    if allowed.offload is None or allowed.offload.to != TO_CPU or free_bytes is None:
+    if free_bytes is None:
         return allowed
-    granted = allowed.offload.host_memory
-    most = free_bytes if granted is None else min(granted, free_bytes)
-    return replace(allowed, offload=replace(allowed.offload, host_memory=most))
+
+    def capped(asked: Moved | None) -> Moved | None:
+        if asked is None or asked.to != TO_CPU:
+            return asked
+        return replace(asked, host_memory=min(free_bytes, free_bytes if asked.host_memory is None else asked.host_memory))
+
+    return replace(allowed, offload=capped(allowed.offload), weights=capped(allowed.weights))
 
 
 def restore_user_cap(plan: Plan, allowed: Allowed) -> Plan:
     """Return a plan made for `cap_to_free_memory` with the user's own cap: what is free is no part of a plan."""
-    granted = None if allowed.offload is None else allowed.offload.host_memory
 
-    def restored(entry: LayerPlan) -> LayerPlan:
-        offload = entry.offload
-        return entry if offload is None else replace(entry, offload=replace(offload, host_memory=granted))
+    def restored(planned: Moved | None, asked: Moved | None) -> Moved | None:
+        return None if planned is None else replace(planned, host_memory=None if asked is None else asked.host_memory)
 
-    return with_entries(plan, restored)
+    return with_entries(
+        plan,
+        lambda entry: replace(
+            entry, offload=restored(entry.offload, allowed.offload), weights=restored(entry.weights, allowed.weights)
+        ),
+    )
 
 
 def allowed_in(plan: Plan) -> Allowed:
@@ -132,6 +153,7 @@ def allowed_in(plan: Plan) -> Allowed:
     offload = next((entry.offload for entry in entries if entry.offload is not None), None)
     return Allowed(
         offload=offload,
+        weights=next((entry.weights for entry in entries if entry.weights is not None), None),
         tiles=True if any(entry.tiles is not None for entry in entries) else None,
         head=True if plan.head is HeadMode.CHUNKED else None,
     )

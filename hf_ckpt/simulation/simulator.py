@@ -19,6 +19,7 @@ from hf_ckpt.patch.use_cache import Topic
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.regions.waiting_weights import owners_of, packed_bytes, waiting_tensors
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, play
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
@@ -143,6 +144,15 @@ class StepSimulator:
             for each in stack.layers
         }
         return [key for key, kind in kinds.items() if kind == kinds[layer]]
+
+    def waiting_bytes(self) -> list[tuple[int, int, int]]:
+        """Return the bytes of each layer's weights that could wait on the host, behind its stack and `layer_idx`."""
+        owners = owners_of(self.model)
+        return [
+            (number, layer.layer_idx, packed_bytes(each[0] for _, each in waiting_tensors(layer.module, owners)[0]))
+            for number, stack in enumerate(self.stacks)
+            for layer in stack.layers
+        ]
 
     def memory(self, plan: Plan | None) -> StepMemory:
         """Return what the step needs under a plan. A plan that does nothing counts as none."""

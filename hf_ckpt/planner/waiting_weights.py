@@ -1,0 +1,150 @@
+"""The fastest plan within a budget where frozen weights may wait on the host: how many layers' do, and the rest.
+
+What waits makes room for activations, and takes the link. Each number of layers is planned for what it leaves, and
+simulated whole with its copies. The time first falls with their number and then rises, so that few numbers are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count, islice
+
+from hf_ckpt.errors import BudgetError
+from hf_ckpt.planner.chain import NONE
+from hf_ckpt.policy.options import Weights
+from hf_ckpt.policy.plan import Plan, with_entries
+from hf_ckpt.regions.offload.pacing import is_offloaded
+from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
+from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step_memory import StepMemory
+
+_ENGINES = ("none", "ddp")
+"""Those that leave whole weights on each device."""
+_MAX_NUMBERS = 5
+"""Numbers of layers that are planned for, all and none aside."""
+_MAX_TRIES = 3
+"""Plans for one number: torch may reserve more beyond the peak than without copies."""
+
+Found = tuple[Plan, StepMemory, Verdict]
+
+
+class WeightsPlanner:
+    """Lets the weights of some layers of a step wait, and plans for what that leaves.
+
+    Args:
+        simulator: of the step.
+        weights: how they wait.
+        plan_for: the fastest plan for a capacity with all weights on the device; raises `BudgetError`.
+    """
+
+    def __init__(self, simulator: StepSimulator, weights: Weights, plan_for: Callable[[Capacity], Plan]) -> None:
+        self._simulator = simulator
+        self._weights = weights
+        self._plan_for = plan_for
+        self._layers = [each for each in simulator.waiting_bytes() if each[2]]
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether there are weights that could."""
+        return bool(self._layers) and self._simulator.step.sharding.engine in _ENGINES
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that all of them take."""
+        return sum(num_bytes for _, _, num_bytes in self._layers)
+
+    def with_all(self, plan: Plan) -> Plan:
+        """Return a plan in which all weights wait that can."""
+        return self._with(plan, len(self._layers))
+
+    def fastest(self, capacity: Capacity) -> Found | None:
+        """Return the fastest plan in which weights wait and that fits; None where none does."""
+        most = len(self._layers)
+        if self._weights.host_memory is not None:
+            taken = 0
+            for number, (_, _, num_bytes) in enumerate(self._layers):
+                taken += num_bytes
+                if taken > self._weights.host_memory:
+                    most = number
+                    break
+        found: dict[int, Found] = {}
+        for number in islice(self._numbers(most, found), _MAX_NUMBERS):
+            planned = self._planned(number, capacity)
+            if planned is not None:
+                found[number] = planned
+        return min(found.values(), key=lambda each: each[1].time.total, default=None)
+
+    @staticmethod
+    def _numbers(most: int, found: dict[int, Found]) -> Iterator[int]:
+        """Yield numbers of layers to plan for: all, half of them, and from then on those next to the fastest."""
+        tried = dict.fromkeys((0,))
+        for number in (most, (most + 1) // 2):
+            if number not in tried:
+                tried[number] = None
+                yield number
+        for _ in count():
+            if not found:
+                return
+            best = min(found, key=lambda number: found[number][1].time.total)
+            known = sorted(tried)
+            place = known.index(best)
+            gaps = [(known[place] - known[place - 1], known[place - 1])]
+            if place + 1 < len(known):
+                gaps.append((known[place + 1] - known[place], known[place]))
+            width, start = max(gaps)
+            if width < 2:
+                return
+            tried[start + width // 2] = None
+            yield start + width // 2
+
+    def _planned(self, number: int, capacity: Capacity) -> Found | None:
+        room = self._room(number)
+        for _ in range(_MAX_TRIES):
+            try:
+                plan = self._with(self._plan_for(capacity.with_bytes(capacity.num_bytes + room)), number)
+            except BudgetError:
+                return None
+            memory, verdict = self._simulator.memory(plan), self._simulator.verdict(plan, capacity)
+            if verdict.fit is Fit.YES:
+                return plan, memory, verdict
+            room -= verdict.needed_bytes - capacity.num_bytes
+        return None
+
+    def _room(self, number: int) -> int:
+        """Return the bytes of the device that are free where so many layers' weights wait."""
+        sizes = [num_bytes for position, (_, _, num_bytes) in enumerate(self._layers) if self._waits(position, number)]
+        resident = self._weights.resident
+        there = (sum(sizes[start : start + resident]) for start in range(max(1, len(sizes) - resident + 1)))
+        return sum(sizes) - max(there, default=0)
+
+    def _waits(self, position: int, number: int) -> bool:
+        # Spread evenly: a copy has the time of the layers between as well.
+        return is_offloaded(position, len(self._layers), number / max(1, len(self._layers)))
+
+    def _with(self, plan: Plan, number: int) -> Plan:
+        waiting = {
+            (stack, layer_idx)
+            for position, (stack, layer_idx, _) in enumerate(self._layers)
+            if self._waits(position, number)
+        }
+        if any(entry.segment is not None for stack in plan.stacks for entry in stack.layers):
+            plan = with_entries(plan, lambda entry: entry if entry.segment is None else entry.alone)
+        stacks = tuple(
+            replace(
+                stack,
+                layers=tuple(
+                    # The layers of a segment save an input each: their weights would be copied a third time.
+                    replace(entry.alone, weights=self._weights) if (place, idx) in waiting else entry
+                    for idx, entry in enumerate(stack.layers)
+                ),
+            )
+            for place, stack in enumerate(plan.stacks)
+        )
+        return replace(plan, stacks=stacks)
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether nothing is recomputed or moved: no plan is faster."""
+    return all(replace(entry, why="") == NONE for stack in plan.stacks for entry in stack.layers)
+
