@@ -400,7 +400,7 @@ class RunPlanner(Planning):
         if simulator.step.prepares:
             # Named in the log: evaluation prepares its batches too.
             return
-        found = simulator.evaluate()
+        found = simulator.evaluate(self.plan)
         logger.info(
             "Evaluation of %s: predicted peak %s. With compute_metrics each batch leaves %s on the device, until "
             "eval_accumulation_steps moves them to the host.",
@@ -413,7 +413,7 @@ class RunPlanner(Planning):
         def peak(examples: int) -> int:
             rows = examples * self._rows_per_example
             smaller = replace(batch, rows=rows, is_padded=batch.is_padded and rows > 1)
-            return self._simulator(smaller).evaluate().memory.peak_bytes
+            return self._simulator(smaller).evaluate(self.plan).memory.peak_bytes
 
         fits = None
         examples = batch.rows // self._rows_per_example

@@ -97,7 +97,7 @@ def plan_recipe(
     found = predictor.planned(capacity, say, compare=True)
     fixed = tuple(fixed_rows(predictor, [device], say)) if with_fixed else ()
     row = replace(judged(predictor, AUTO, found.plan, [device], decides=True), memory=found.memory)
-    return PlannedRecipe(predictor, capacity, found, row, fixed, predictor.evaluation())
+    return PlannedRecipe(predictor, capacity, found, row, fixed, predictor.evaluation(found.plan))
 
 
 def plan_as_json(found: PlannedRecipe, assumed: str) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def _evaluation_that_fits(subject: Subject, device: Device, step: Step, usable: 
     def peak(rows: int) -> int:
         batch = replace(step, batch_size=rows)
         batch = replace(batch, is_padded=step.is_padded and batch.rows > 1)
-        return subject.simulator(device).with_step(batch).evaluate().memory.peak_bytes
+        return subject.simulator(device).with_step(batch).evaluate(subject.plan).memory.peak_bytes
 
     rows = step.batch_size
     needed = peak(rows)

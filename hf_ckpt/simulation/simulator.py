@@ -258,8 +258,10 @@ class StepSimulator:
             return self._trace_with_reuse(plan, explains=True)
         return self._known.traced(key, partial(self._trace_with_reuse, plan))
 
-    def evaluate(self) -> EvaluationMemory:
+    def evaluate(self, plan: Plan | None = None) -> EvaluationMemory:
         """Predict the memory of one batch of `Trainer.evaluate()`, without gradients and in evaluation mode.
+
+        Of a plan only the weights matter that wait on the host: nothing is recomputed.
 
         `step` has the rows and tokens of a batch of evaluation, and the optimizer and engine of the training. The
         model's `use_cache` is taken as it is: with it, keys and values of the batch are held too. Raises
@@ -271,6 +273,9 @@ class StepSimulator:
                 tape, num_bytes = self._evaluated(reuses_layers=step.loss is None)
             except (CannotReuseError, RealModelReachedError):
                 tape, num_bytes = self._evaluated(reuses_layers=False)
+        if plan is not None and without_waiting_weights(plan) is not plan:
+            rounding = BLOCK_BYTES if device.is_cuda else 1
+            tape, _ = let_weights_wait(tape, plan, self.model, self.stacks, rounding=rounding)
         add_workspaces(tape, device, has_trained=True)
         memory = read_tape(tape, device=device.name, plan=None, tokens=step.rows * step.seq_length)
         return EvaluationMemory(memory, num_bytes * step.sharding.world_size)

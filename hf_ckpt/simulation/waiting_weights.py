@@ -145,7 +145,7 @@ def _run(engine: WaitingWeights, tape: Tape, indices: dict[tuple[int, int], int]
         if mark.phase is Phase.BACKWARD:
             engine.begin_backward(index)
         elif mark.phase is Phase.FORWARD and mark.is_end:
-            engine.end_forward(index, needs_backward=True)
+            engine.end_forward(index, needs_backward=bool(ends))
         elif mark.phase is Phase.FORWARD:
             engine.begin_forward(index)
 
