@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT
-from hf_ckpt.cli.model_options import read_recipe
+from hf_ckpt.cli.model_options import read_recipe, require_for
 from hf_ckpt.cli.shared_options import (
     Command,
     add_recipe_arguments,
@@ -27,7 +27,6 @@ from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, RecipeError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
 from hf_ckpt.garbage_collection import imports_are_no_garbage
-from hf_ckpt.recipe.optional_packages import require_for
 
 _FLAGS = ("print", "resume", "merge")
 """The options that are said or not."""

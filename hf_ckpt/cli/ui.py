@@ -22,8 +22,8 @@ from hf_ckpt.cli.init import recipe_text
 from hf_ckpt.cli.shared_options import Command, command_parser, count, quiet, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.for_model import Training
 from hf_ckpt.recipe.optional_packages import require
+from hf_ckpt.recipe.recipe import Training
 from hf_ckpt.simulation.devices import CPU, DEVICES
 
 if TYPE_CHECKING:
