@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PrinterCallback, Trainer
 
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.loading.log_level import log_level
+from hf_ckpt.loading.sources import log_level
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.trainer.batch import Batch

@@ -39,7 +39,6 @@ from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sam
 from hf_ckpt.loading.images import load_processor
 from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
 from hf_ckpt.loading.packing import check_packing
-from hf_ckpt.loading.rewards import reward_functions
 from hf_ckpt.loading.row_formats import decode
 from hf_ckpt.loading.sharding_engine import (
     check_engine_runs,
@@ -51,8 +50,14 @@ from hf_ckpt.loading.sharding_engine import (
 )
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
-from hf_ckpt.loading.trainer import build_trained_model, make_trainer, use_one_thread_if_tiny
-from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
+from hf_ckpt.loading.trainer import (
+    build_trained_model,
+    check_can_be_written,
+    make_trainer,
+    reward_functions,
+    training_arguments,
+    use_one_thread_if_tiny,
+)
 from hf_ckpt.patch.checks import check_engine
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe

@@ -21,9 +21,9 @@ from transformers.utils import logging as transformers_logging
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.columns import with_label
 from hf_ckpt.loading.dataset import padding_collator
-from hf_ckpt.loading.log_level import log_level
 from hf_ckpt.loading.packing import packing_collator
 from hf_ckpt.loading.row_formats import IGNORED
+from hf_ckpt.loading.sources import log_level
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.loading.trainer import check_reads_text
 from hf_ckpt.recipe.recipe import Recipe
