@@ -35,10 +35,9 @@ from hf_ckpt.loading.columns import (
     prompt_of,
     texts_of,
 )
-from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.loading.dataset import PreparedData, check_packing, describe_example, prepare, sample_prompt_ids
 from hf_ckpt.loading.images import load_processor
 from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
-from hf_ckpt.loading.packing import check_packing
 from hf_ckpt.loading.row_formats import decode
 from hf_ckpt.loading.sharding_engine import (
     check_engine_runs,
