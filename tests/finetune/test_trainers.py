@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_ckpt import DataError, RecipeError, load_recipe
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.finetune.run_report import RunSummary
 from tests import small_recipes, twins
 
 pytestmark = pytest.mark.slow
