@@ -17,9 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT
 from hf_ckpt.cli.model_options import read_recipe, require_for
 from hf_ckpt.cli.shared_options import (
+    FAILS,
+    HOLDS,
+    INTERRUPTED,
+    WRONG_INPUT,
     Command,
     add_recipe_arguments,
     check_config_file,

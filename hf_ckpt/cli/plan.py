@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.exit_codes import code_of, leaving_at_ctrl_c
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
     Command,
@@ -16,6 +15,8 @@ from hf_ckpt.cli.shared_options import (
     add_step_options,
     check_folder,
     check_predicting,
+    code_of,
+    leaving_at_ctrl_c,
     quiet,
     recipe_parser,
     say,
