@@ -239,7 +239,7 @@ def _quick(options: argparse.Namespace) -> tuple[str, ...]:
 def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:
     """Write the pictures and the page that are asked for."""
     if options.plot is not None:
-        from hf_ckpt.estimate.plot_files import draw_all
+        from hf_ckpt.estimate.plots import draw_all
 
         for written in draw_all(found, options.plot, progress.say):
             progress.clear()
