@@ -27,8 +27,7 @@ import hf_ckpt
 from benchmarks.runner import add_out, main
 from hf_ckpt.simulation.module_hooks import track_modules
 from hf_ckpt.simulation.op_costs import operator_cost
-from hf_ckpt.simulation.plots import COLOURS
-from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.step_memory import COLOURS, Category, Phase
 from hf_ckpt.simulation.tape import Event, MemoryChange, Tape, assign_categories
 from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers

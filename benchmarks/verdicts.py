@@ -29,8 +29,7 @@ from benchmarks.environment import describe
 from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.estimate.estimate import FIXED, Estimate, Row, estimate, judged
-from hf_ckpt.estimate.json_documents import estimate_as_json
+from hf_ckpt.estimate.estimate import FIXED, Estimate, Row, estimate, estimate_as_json, judged
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.recipe_plan import plan_as_json, plan_recipe
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of_model

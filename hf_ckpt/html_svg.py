@@ -6,13 +6,27 @@ Colours are those of Okabe and Ito (2008), which people with any kind of colour 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape as escape
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from hf_ckpt.units import format_bytes
 
-_STYLE = "font-family:system-ui,sans-serif;font-size:13px"
+if TYPE_CHECKING:
+    from hf_ckpt.policy.plan import Plan
+
+MODE_COLOURS: Mapping[str, str] = {
+    "none": "#999999",
+    "full": "#D55E00",
+    "attention": "#E69F00",
+    "ffn": "#CC79A7",
+    "selective": "#56B4E9",
+    "selective_attention": "#0072B2",
+}
+"""Of layers, where a plan is drawn, by the value of a `Mode`."""
+Edges = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+"""The lower and the upper edge of each area, in bytes, by name."""
 _CELL, _HIGH = 18, 16
 _AMOUNT = re.compile(r"[\d,.]+( [KMGT]?i?B)?")
 
@@ -25,31 +39,24 @@ def element(tag: str, *children: str, **attributes: object) -> str:
     return f"<{tag}{given}>{''.join(children)}</{tag}>"
 
 
-def paragraph(text: str) -> str:
-    """Return a text as a paragraph."""
-    return element("p", escape(text))
+def notebook(*parts: str) -> str:
+    """Return what a notebook shows."""
+    return element("div", *parts, style="font-family:system-ui,sans-serif;font-size:13px")
 
 
 def html_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
     """Return rows of text as a table; amounts are aligned to the right."""
-    lines = [element("tr", *(element("th", escape(cell), scope="col") for cell in header))] if header else []
-    lines += [element("tr", *(_cell(cell) for cell in row)) for row in rows]
-    return element("table", *lines)
 
+    def cell(text: str) -> str:
+        is_amount = _AMOUNT.fullmatch(text) is not None
+        return element("td", escape(text), **({"style": "text-align:right;white-space:nowrap"} if is_amount else {}))
 
-def _cell(text: str) -> str:
-    is_amount = _AMOUNT.fullmatch(text) is not None
-    return element("td", escape(text), **({"style": "text-align:right;white-space:nowrap"} if is_amount else {}))
-
-
-def notebook(*parts: str) -> str:
-    """Return what a notebook shows."""
-    return element("div", *parts, style=_STYLE)
+    lines = [element("tr", *(element("th", escape(name), scope="col") for name in header))] if header else []
+    return element("table", *lines, *(element("tr", *map(cell, row)) for row in rows))
 
 
 def svg(width: float, height: float, *children: str, label: str) -> str:
     """Return a picture that is never wider than its place. `label`: what those hear who cannot see it."""
-    style = f"max-width:{width:g}px;width:100%;height:auto"
     return element(
         "svg",
         *children,
@@ -57,66 +64,76 @@ def svg(width: float, height: float, *children: str, label: str) -> str:
         viewBox=f"0 0 {width:g} {height:g}",
         role="img",
         aria_label=label,
-        style=style,
+        style=f"max-width:{width:g}px;width:100%;height:auto",
     )
-
-
-def strip(cells: Sequence[tuple[str, str]], *, label: str) -> str:
-    """Return a row of cells, each a colour and what is said of it: the layers of a stack."""
-    drawn = (
-        element(
-            "rect",
-            element("title", escape(text)),
-            x=number * _CELL,
-            y=0,
-            width=_CELL - 1,
-            height=_HIGH,
-            fill=colour,
-        )
-        for number, (colour, text) in enumerate(cells)
-    )
-    return svg(max(1, len(cells)) * _CELL, _HIGH, *drawn, label=label)
 
 
 def legend(colours: Mapping[str, str]) -> str:
     """Return names, each behind its colour."""
-    return element(
-        "p",
-        *(
-            element("span", _swatch(colour), escape(name), style="white-space:nowrap;margin-right:1em")
-            for name, colour in colours.items()
-        ),
+    swatch = "display:inline-block;width:.8em;height:.8em;margin-right:.35em;background:"
+    names = (
+        element(
+            "span", element("span", style=swatch + colour), escape(name), style="white-space:nowrap;margin-right:1em"
+        )
+        for name, colour in colours.items()
     )
+    return element("p", *names)
 
 
-def _swatch(colour: str) -> str:
-    style = f"display:inline-block;width:.8em;height:.8em;margin-right:.35em;background:{colour}"
-    return element("span", style=style)
+def plan_html(plan: Plan, grouped: Mapping[str, Sequence[tuple[str, str]]]) -> str:
+    """Return a plan as a notebook shows it: its stacks as strips with a cell for each layer, and as tables.
+
+    `grouped`: by the path of a stack, (layers, what they do) of equal neighbours.
+    """
+    shown = [element("p", escape(plan.describe()))]
+    for stack in plan.stacks:
+        cells = (
+            element(
+                "rect",
+                element("title", escape(f"{number}: {layer.describe()}")),
+                x=number * _CELL,
+                y=0,
+                width=_CELL - 1,
+                height=_HIGH,
+                fill=MODE_COLOURS[layer.mode],
+            )
+            for number, layer in enumerate(stack.layers)
+        )
+        num_layers = len(stack.layers)
+        shown.append(svg(max(1, num_layers) * _CELL, _HIGH, *cells, label=f"{stack.path}: {num_layers} layers"))
+        shown.append(html_table(grouped[stack.path], header=(stack.path, "what it does")))
+    modes = {layer.mode for stack in plan.stacks for layer in stack.layers}
+    shown.append(legend({mode: colour for mode, colour in MODE_COLOURS.items() if mode in modes}))
+    return notebook(*shown)
 
 
-def areas(
-    moments: Sequence[float],
-    edges: Mapping[str, tuple[Sequence[int], Sequence[int]]],
-    colours: Mapping[str, str],
-    *,
-    label: str,
-    over: str,
-) -> str:
-    """Return bytes over time, one area between two edges for each name, with the peak written above.
+def areas(moments: Sequence[float], edges: Edges, colours: Mapping[str, str], *, label: str, over: str) -> str:
+    """Return bytes over time, one area for each name, with the peak written above.
 
     `moments`: of each entry, from 0 on. `over`: written below.
     """
     width, height, left, low = 640.0, 240.0, 4.0, 20.0
     peak = max(chain.from_iterable(above for _, above in edges.values()), default=0) or 1
     end = moments[-1] or 1
-    x = [left + moment / end * (width - 2 * left) for moment in moments]
-    drawn = []
-    for name, (below, above) in edges.items():
-        lower, upper = ([height - low - level / peak * (height - 2 * low) for level in edge] for edge in (below, above))
-        points = chain(zip(x, upper, strict=True), reversed(list(zip(x, lower, strict=True))))
-        path = " ".join(f"{at:.1f},{level:.1f}" for at, level in points)
-        drawn.append(element("polygon", element("title", escape(name)), points=path, fill=colours[name]))
+
+    def at(moment: float, level: float) -> tuple[float, float]:
+        return left + moment / end * (width - 2 * left), height - low - level / peak * (height - 2 * low)
+
     said = f"peak {format_bytes(peak)}"
+    drawn = list(polygons(moments, edges, colours, at))
     drawn.append(element("text", said, x=left, y=14, fill="currentColor", font_size=13))
     drawn.append(element("text", escape(over), x=left, y=height - 4, fill="currentColor", font_size=13))
     return svg(width, height, *drawn, label=f"{label}: {said}")
+
+
+def polygons(
+    moments: Sequence[float],
+    edges: Edges,
+    colours: Mapping[str, str],
+    at: Callable[[float, float], tuple[float, float]],
+) -> Iterator[str]:
+    """Yield the areas between edges; `at`: where a moment and a level lie in the picture."""
+    for name, (below, above) in edges.items():
+        upper, lower = ([at(*point) for point in zip(moments, edge, strict=True)] for edge in (above, below))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in chain(upper, reversed(lower)))
+        yield element("polygon", element("title", escape(name)), points=path, fill=colours[name])

@@ -21,10 +21,10 @@ PACKAGE = Path(__file__).parents[1] / "hf_ckpt"
 ORDER = (
     "errors",
     "units",
-    "html_svg",
     "upstream",
     "garbage_collection",
     "policy",
+    "html_svg",
     "structure",
     "regions",
     "distributed",

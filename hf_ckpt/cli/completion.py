@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 
-from hf_ckpt.cli.exit_codes import HOLDS
-from hf_ckpt.cli.shared_options import Command, command_parser
+from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser
 from hf_ckpt.recipe import shipped
 
 _EPILOG = """to switch it on:

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from hf_ckpt import upstream
-from hf_ckpt.cli.exit_codes import HOLDS
-from hf_ckpt.cli.shared_options import Command, command_parser, quiet
+from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser, quiet
 from hf_ckpt.estimate.tables import columns, json_text, versions, wrapped
-from hf_ckpt.recipe.install_command import install_command
-from hf_ckpt.recipe.optional_packages import EXTRAS
+from hf_ckpt.recipe.optional_packages import EXTRAS, install_command
 from hf_ckpt.units import format_bytes
 
 

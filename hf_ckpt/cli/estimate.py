@@ -9,14 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, STOPPED, code_of, leaving_at_ctrl_c
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
+    FAILS,
+    HOLDS,
+    INTERRUPTED,
+    STOPPED,
     Command,
     add_cache_option,
     add_html_option,
     add_step_options,
     check_predicting,
+    code_of,
+    leaving_at_ctrl_c,
     quiet,
     recipe_parser,
     say,
@@ -169,7 +174,7 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     progress.say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import max_length_and_batch
-        from hf_ckpt.estimate.json_documents import estimate_as_json
+        from hf_ckpt.estimate.estimate import estimate_as_json
         from hf_ckpt.estimate.predict import Predictor, devices_for
 
         devices = devices_for(recipe, options.device or ())
@@ -205,7 +210,7 @@ def _code(document: tables.Document, options: argparse.Namespace) -> int:
 def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
     """Return the estimate, whose rows were printed as they came, unless all is to be JSON."""
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate.json_documents import estimate_as_json, row_as_json
+    from hf_ckpt.estimate.estimate import estimate_as_json, row_as_json
 
     names = _quick(options) if options.quick else ()
     progress.total = estimates.num_estimate_rows(subject, devices, names)
@@ -234,7 +239,7 @@ def _quick(options: argparse.Namespace) -> tuple[str, ...]:
 def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:
     """Write the pictures and the page that are asked for."""
     if options.plot is not None:
-        from hf_ckpt.estimate.plot_files import draw_all
+        from hf_ckpt.estimate.plots import draw_all
 
         for written in draw_all(found, options.plot, progress.say):
             progress.clear()

@@ -9,13 +9,20 @@ import argparse
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
-from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT
-from hf_ckpt.cli.model_options import read_recipe
+from hf_ckpt.cli.model_options import read_recipe, require_for
 from hf_ckpt.cli.shared_options import (
+    FAILS,
+    HOLDS,
+    INTERRUPTED,
+    WRONG_INPUT,
     Command,
     add_recipe_arguments,
     check_config_file,
@@ -25,9 +32,7 @@ from hf_ckpt.cli.shared_options import (
 )
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, RecipeError, SavedFilesError
-from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
 from hf_ckpt.garbage_collection import imports_are_no_garbage
-from hf_ckpt.recipe.optional_packages import require_for
 
 _FLAGS = ("print", "resume", "merge")
 """The options that are said or not."""
@@ -48,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
             return _train(options)
     except Terminated:
         print("Stopped by SIGTERM.", file=sys.stderr)
-        return EXIT_CODE
+        return _TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -126,6 +131,53 @@ def _quieten(*, is_first: bool) -> None:
     quieten_peft()
     # Where DeepSpeed is installed, accelerate imports it, and it tells on standard output that it found no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
+
+
+# --- SIGTERM ends a run as Ctrl-C does. Only a command may say so: signals belong to the program. ---
+
+
+_DEADLINE_S = 20.0
+"""How long the run may take to end, in seconds. Launchers kill what has not ended 30 s after SIGTERM."""
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised in the main thread on SIGTERM."""
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM, after the handler that was there; in the end put that one back.
+
+    A handler that is set within governs, such as the Trainer's with `enable_jit_checkpoint`.
+    """
+    found = signal.getsignal(signal.SIGTERM)
+    # Only the main thread may set a handler. None: one that is not Python's.
+    if threading.current_thread() is not threading.main_thread() or found in (signal.SIG_IGN, None):
+        yield
+        return
+    process, deadline = os.getpid(), threading.Timer(_DEADLINE_S, os._exit, [_TERMINATED])
+    deadline.daemon = True
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            # A forked child, such as one that reads data, has its parent's handlers.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if callable(found):
+            found(number, frame)
+        # Once: the run is ending, and must not be interrupted in that.
+        if deadline.ident is None:
+            deadline.start()
+            raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, found)
+        deadline.cancel()
 
 
 # --- The command, which may start several processes. ---

@@ -8,13 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_ckpt.cli.estimate import ESTIMATE
-from hf_ckpt.cli.exit_codes import HOLDS
-from hf_ckpt.cli.model_options import add_model_options, model_of, training_of
-from hf_ckpt.cli.shared_options import Command, check_devices, check_folder, command_parser, say
+from hf_ckpt.cli.model_options import add_model_options, model_of, require_for, training_of
+from hf_ckpt.cli.shared_options import HOLDS, Command, check_devices, check_folder, command_parser, say
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.recipe.for_model import METHODS, Training
-from hf_ckpt.recipe.optional_packages import require_for
-from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.recipe import METHODS, Recipe, Training
 
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
 _COLUMNS = "a `text`, a `prompt` and a `completion`, or `messages`"

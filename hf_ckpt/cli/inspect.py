@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
-from hf_ckpt.cli.shared_options import Command, quiet, recipe_parser
+from hf_ckpt.cli.shared_options import HOLDS, Command, quiet, recipe_parser
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,14 +16,13 @@ from typing import NoReturn
 from hf_ckpt.cli.completion import completion
 from hf_ckpt.cli.env import ENV
 from hf_ckpt.cli.estimate import ESTIMATE
-from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.finetune import FINETUNE
 from hf_ckpt.cli.init import INIT
 from hf_ckpt.cli.inspect import INSPECT
 from hf_ckpt.cli.plan import PLAN
 from hf_ckpt.cli.profile import PROFILE
 from hf_ckpt.cli.recipes import RECIPES
-from hf_ckpt.cli.shared_options import Command
+from hf_ckpt.cli.shared_options import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT, Command
 from hf_ckpt.cli.ui import UI
 from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean

@@ -10,9 +10,8 @@ from typing import Any
 from hf_ckpt.cli.shared_options import count
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
-from hf_ckpt.recipe.for_model import DEFAULT_RANK, METHODS, Training
-from hf_ckpt.recipe.optional_packages import require_for
-from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.recipe.optional_packages import require
+from hf_ckpt.recipe.recipe import DEFAULT_RANK, METHODS, Recipe, Training, load_recipe
 
 _OPTIONS = (*METHODS, "length", "batch")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -60,6 +59,11 @@ def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
         recipe = load_recipe(options.recipe, options.overrides)
     require_for(recipe)
     return recipe
+
+
+def require_for(recipe: Recipe, *packages: str) -> None:
+    """Refuse to go on without `packages`, or without those that the recipe's model is made with."""
+    require(*packages, *([] if recipe.quantization is None else ["bitsandbytes"]))
 
 
 def training_of(options: argparse.Namespace) -> Training:

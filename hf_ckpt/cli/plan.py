@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.exit_codes import code_of, leaving_at_ctrl_c
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
     Command,
@@ -16,6 +15,8 @@ from hf_ckpt.cli.shared_options import (
     add_step_options,
     check_folder,
     check_predicting,
+    code_of,
+    leaving_at_ctrl_c,
     quiet,
     recipe_parser,
     say,
@@ -105,7 +106,10 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
         with_fixed = options.plot is not None or options.html is not None
         found = recipe_plan.plan_recipe(subject, device, budget, say, with_fixed=with_fixed)
         if options.plot is not None:
-            _plot(found, options.plot)
+            from hf_ckpt.estimate.plots import frontier, frontier_svg, paint, title_of
+
+            drawing = frontier_svg(frontier(found.planned.chain), found.steps(), device)
+            say(f"Wrote {paint(drawing, options.plot, title_of(subject, device))}")
         document = recipe_plan.plan_as_json(found, assumed)
         if options.html is not None:
             _write_page(found, document, options)
@@ -122,13 +126,6 @@ def _check_out(path: Path | None) -> None:
     if path is not None and path.suffix != ".json":
         raise RecipeError(f"--out {path}: recipes know a plan's file by its ending. Write {path}.json.")
     check_folder("--out", path)
-
-
-def _plot(found: PlannedRecipe, path: Path) -> None:
-    from hf_ckpt.estimate.plot_files import draw_planned
-
-    draw_planned(found.planned.chain, found.steps(), path, subject=found.subject, device=found.device)
-    say(f"Wrote {path}")
 
 
 def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argparse.Namespace) -> None:

@@ -6,10 +6,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from hf_ckpt.cli.exit_codes import HOLDS
-from hf_ckpt.cli.model_options import read_recipe
-from hf_ckpt.cli.shared_options import Command, count, quiet, recipe_parser, say
-from hf_ckpt.recipe.optional_packages import require_for
+from hf_ckpt.cli.model_options import read_recipe, require_for
+from hf_ckpt.cli.shared_options import HOLDS, Command, count, quiet, recipe_parser, say
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,8 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from hf_ckpt.cli.exit_codes import HOLDS
-from hf_ckpt.cli.shared_options import Command, command_parser
+from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser
 from hf_ckpt.estimate.tables import columns, wrapped
 from hf_ckpt.recipe import shipped
 

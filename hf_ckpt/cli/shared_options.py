@@ -1,4 +1,4 @@
-"""What the commands of `hf-ckpt` share: a recipe and its overrides as arguments, and what is said where.
+"""What the commands of `hf-ckpt` share: a recipe and its overrides as arguments, what is said where, and exit codes.
 
 Torch and transformers are not loaded here: wrong words and wrong recipes are refused before that.
 """
@@ -9,9 +9,11 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,11 @@ from hf_ckpt.upstream import OLD_NAMES
 if TYPE_CHECKING:
     from hf_ckpt.estimate.step_of_recipe import Subject
     from hf_ckpt.recipe.recipe import Recipe
+
+HOLDS, FAILS, WRONG_INPUT, PERHAPS, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
+"""Exit codes: all is well; a check failed, or nothing fits; wrong input; it fits only perhaps; Ctrl-C; nobody reads
+what is printed."""
+STOPPED = "Stopped by Ctrl-C."
 
 _CONFIGS = "accelerate"
 _LIBRARIES = "transformers peft trl accelerate bitsandbytes datasets DeepSpeed torch huggingface_hub".split()
@@ -211,3 +218,30 @@ def check_folder(option: str, path: Path | None) -> None:
         raise RecipeError(f"{option} {path}: this is a folder. Name a file in it.")
     if not path.absolute().parent.is_dir():
         raise RecipeError(f"{option} {path}: there is no folder {path.absolute().parent}.")
+
+
+# --- How commands end. ---
+
+
+def code_of(fits: Iterable[str]) -> int:
+    """Return the code for what fits on one device or another; see `simulation.fit.Fit`."""
+    found = set(fits)
+    return HOLDS if "yes" in found else PERHAPS if "perhaps" in found else FAILS
+
+
+@contextlib.contextmanager
+def leaving_at_ctrl_c() -> Iterator[None]:
+    """Leave at once on Ctrl-C: during transformers' imports it comes out as another error."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        say(f"\n{STOPPED}")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.estimate import page_of
-from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.init import recipe_text
-from hf_ckpt.cli.shared_options import Command, command_parser, count, quiet, say
+from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser, count, quiet, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.for_model import Training
 from hf_ckpt.recipe.optional_packages import require
+from hf_ckpt.recipe.recipe import Training
 from hf_ckpt.simulation.devices import CPU, DEVICES
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def _model(written: str | None, *, is_hosted: bool) -> str:
 
 def _answer(model: str, training: Training, device: str) -> Answer:
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate.json_documents import estimate_as_json
+    from hf_ckpt.estimate.estimate import estimate_as_json
     from hf_ckpt.estimate.predict import devices_for
     from hf_ckpt.estimate.step_of_recipe import subject_of
 
@@ -213,7 +212,7 @@ def launch(*, is_hosted: bool = False, **where: Any) -> str:
     """
     with quiet():
         # Torch and transformers take seconds, which those who ask do not have to wait for.
-        importlib.import_module("hf_ckpt.estimate.json_documents")
+        importlib.import_module("hf_ckpt.estimate.estimate")
     page = blocks(is_hosted=is_hosted)
     import gradio as gr
 

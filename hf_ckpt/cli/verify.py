@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.exit_codes import FAILS, HOLDS, WRONG_INPUT
-from hf_ckpt.cli.model_options import read_recipe
-from hf_ckpt.cli.shared_options import Command, count, quiet, recipe_parser, say
+from hf_ckpt.cli.model_options import read_recipe, require_for
+from hf_ckpt.cli.shared_options import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, recipe_parser, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.garbage_collection import imports_are_no_garbage
-from hf_ckpt.recipe.optional_packages import require_for
 from hf_ckpt.verify.processes import PROGRESS, run_in_processes, write_result
 
 if TYPE_CHECKING:

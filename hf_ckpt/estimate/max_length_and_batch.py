@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.estimate.estimate import RECIPE, Say, capacity_of_subject
-from hf_ckpt.estimate.json_documents import facts_as_json
+from hf_ckpt.estimate.estimate import RECIPE, Say, capacity_of_subject, facts_as_json
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE

@@ -32,9 +32,7 @@ from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import RecipeError, UnsupportedError
 from hf_ckpt.loading.images import TOKENS_AROUND, check_images_fit
-from hf_ckpt.loading.rewards import is_model
-from hf_ckpt.loading.trainer import make_trainer, trainer_class
-from hf_ckpt.loading.training_args import arguments_class, implied
+from hf_ckpt.loading.trainer import arguments_class, implied, is_model, make_trainer, trainer_class
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.trainer_kinds import REWARDS
 from hf_ckpt.simulation.fake_model import meta_copy

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.estimate.json_documents import device_as_json, facts_as_json, memory_as_json
+from hf_ckpt.estimate.estimate import device_as_json, facts_as_json, memory_as_json
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, random_base, random_model, subject_of
 from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds

@@ -9,12 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, RecipeError, UnsupportedError
-from hf_ckpt.estimate.estimate import Row, capacity_of_subject, fixed_rows, judged, own_budget
-from hf_ckpt.estimate.json_documents import (
+from hf_ckpt.estimate.estimate import (
+    Row,
+    capacity_of_subject,
     device_as_json,
     exactness_as_json,
     facts_as_json,
+    fixed_rows,
+    judged,
     memory_as_json,
+    own_budget,
     verdict_as_json,
 )
 from hf_ckpt.estimate.launch_config import Launch

@@ -29,7 +29,7 @@ from hf_ckpt.loading.model import (
     prepared_for_kbit,
     with_empty_adapter,
 )
-from hf_ckpt.loading.training_args import arguments_class, implied
+from hf_ckpt.loading.trainer import arguments_class, implied
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.policy.allowances import Allowed, allowed_in

@@ -23,7 +23,7 @@ FIT_WORDS = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}
 """Whether a step fits, by the value of a `Fit`."""
 
 Document = Mapping[str, Any]
-"""What `json_documents.estimate_as_json` returns, or a part of it."""
+"""What `estimate.estimate_as_json` returns, or a part of it."""
 
 _WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 80, 60, 120
 """Columns where no terminal says how many it has, the fewest that a table needs, and the most that are easy to read."""

@@ -6,7 +6,10 @@ about to run.
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,13 +23,10 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.store import LaunchedProcesses
-from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune import termination
-from hf_ckpt.finetune.measured_step import measured_peak
+from hf_ckpt.errors import DiskFullError, OtherProcessError, RecipeError, cause_chain
 from hf_ckpt.finetune.micro_batch import check_auto, effective_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import explained
-from hf_ckpt.finetune.progress_lines import ProgressLines, is_piped
-from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.finetune.run_report import ProgressLines, RunSummary, measured_peak
 from hf_ckpt.loading.columns import (
     PreparedColumns,
     describe_lengths,
@@ -35,11 +35,9 @@ from hf_ckpt.loading.columns import (
     prompt_of,
     texts_of,
 )
-from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.loading.dataset import PreparedData, check_packing, describe_example, prepare, sample_prompt_ids
 from hf_ckpt.loading.images import load_processor
 from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
-from hf_ckpt.loading.packing import check_packing
-from hf_ckpt.loading.rewards import reward_functions
 from hf_ckpt.loading.row_formats import decode
 from hf_ckpt.loading.sharding_engine import (
     check_engine_runs,
@@ -51,8 +49,14 @@ from hf_ckpt.loading.sharding_engine import (
 )
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
-from hf_ckpt.loading.trainer import build_trained_model, make_trainer, use_one_thread_if_tiny
-from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
+from hf_ckpt.loading.trainer import (
+    build_trained_model,
+    check_can_be_written,
+    make_trainer,
+    reward_functions,
+    training_arguments,
+    use_one_thread_if_tiny,
+)
 from hf_ckpt.patch.checks import check_engine
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
@@ -60,6 +64,7 @@ from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
+from hf_ckpt.units import format_bytes
 from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.transformers import CACHE, on_one_process
 
@@ -98,15 +103,15 @@ def finetune(
             recipe = with_micro_batch(recipe, args, data, lambda text: _say(args, f"  {text}"))
             args = training_arguments(recipe)
     _say(args, f"Batch: {effective_batch(args)}")
-    with processes.stage("building the model"), termination.full_disk_named(Path(HF_HOME)):
+    with processes.stage("building the model"), full_disk_named(Path(HF_HOME)):
         trainer, callback, expected = _trainer(recipe, args, tokenizer, data)
     # Not a stage: a process that fails here must end at once, for the others wait for it in a collective.
     explaining = explained(trainer, recipe, callback, partial(_say, args))
-    with _failing_gracefully(args), explaining, termination.full_disk_named(_output_dir(args)):
+    with _failing_gracefully(args), explaining, full_disk_named(_output_dir(args)):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    with processes.stage("saving the model"), termination.full_disk_named(_output_dir(args)):
+    with processes.stage("saving the model"), full_disk_named(_output_dir(args)):
         _save(trainer, expected)
-    with processes.stage("merging the adapter"), termination.full_disk_named(_output_dir(args)):
+    with processes.stage("merging the adapter"), full_disk_named(_output_dir(args)):
         merged = _merge(recipe, args, tokenizer) if is_merged else None
     # Generation leaves FSDP2's outermost weights gathered.
     engine = describe_engine(trainer)
@@ -234,7 +239,7 @@ def _section_with_shape(recipe: Recipe) -> Values:
 
 def _make_base(recipe: Recipe, args: TrainingArguments, processes: LaunchedProcesses) -> None:
     """Carry out the base recipe where its weights are missing. With several processes, all of them do so together."""
-    with processes.stage("looking for the base model"), termination.full_disk_named(Path(HF_HOME)):
+    with processes.stage("looking for the base model"), full_disk_named(Path(HF_HOME)):
         base = _missing_base(recipe)
         if base is not None:
             # Data that cannot be had is reported now, not when the base is done.
@@ -264,7 +269,7 @@ def _prepare(
     prepared: tuple[PreTrainedTokenizerBase, _Data] | None = None
     # One process of each machine fills the caches, the others read them.
     for is_turn in (is_first, not is_first):
-        with processes.stage("preparing the data"), termination.full_disk_named(Path(HF_HOME)):
+        with processes.stage("preparing the data"), full_disk_named(Path(HF_HOME)):
             if is_turn:
                 prepared = _tokenizer_and_data(recipe)
     assert prepared is not None, "it is every process's turn once"
@@ -313,7 +318,7 @@ def _trainer(
     rewards = reward_functions(recipe.reward_funcs, recipe.path.parent)
     callbacks: list[TrainerCallback] = [] if callback is None else [callback]
     # Bars would write a line for each step into a file or a pipe.
-    has_lines = is_piped() and recipe.training.get("disable_tqdm") is None
+    has_lines = not sys.stderr.isatty() and recipe.training.get("disable_tqdm") is None
     args.disable_tqdm = args.disable_tqdm or has_lines
     callbacks.append(ProgressLines(partial(_say, args), is_periodic=has_lines))
     trainer = make_trainer(recipe, model, args, tokenizer, data, callbacks, reward_funcs=rewards)
@@ -405,6 +410,54 @@ def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[i
     given, written = (decode(tokenizer, ids) for ids in (prompt, output[0, len(prompt) :].tolist()))
     lines = f"{given} ==>{written.rstrip()}".split("\n")
     return "\n  ".join(["Sample, a prompt of the data ==> what the model writes:", *lines])
+
+
+# --- A full disk. ---
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# safetensors, pyarrow and tokenizers hand on the system's words in errors of their own.
+_WORDS = ("No space left on device", "Disk quota exceeded")
+_TORCHS_WRITER = "inline_container.cc"
+_NEXT_TO_NOTHING = 16 * 2**20
+
+
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """Raise errors of a full disk as what they are.
+
+    `folder`: of the run; named where the error does not say which file could not be written.
+    """
+    try:
+        yield
+    # Said already; what another process says is not of this one's disk.
+    except (DiskFullError, OtherProcessError):
+        raise
+    except Exception as error:
+        found = next((link for link in cause_chain(error) if _is_full(link, folder)), None)
+        if found is None:
+            raise
+        named_file = getattr(found, "filename", None)
+        where = Path(str(named_file)) if named_file else folder
+        raise DiskFullError(
+            f"The disk is full: {where} cannot be written ({found}), and {format_bytes(_free_bytes(where))} are free "
+            "there. What was being written is not whole. Free space, or name another folder (training.output_dir; "
+            "HF_HOME for caches); checkpoints take less with training.save_total_limit or "
+            "training.save_only_model=true."
+        ) from error
+
+
+def _is_full(error: BaseException, folder: Path) -> bool:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    text = str(error)
+    # torch.save does not hand on why it cannot write.
+    return any(word in text for word in _WORDS) or (_TORCHS_WRITER in text and _free_bytes(folder) < _NEXT_TO_NOTHING)
+
+
+def _free_bytes(path: Path) -> int:
+    nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(nearest).free
 
 
 # --- Words. ---

@@ -15,10 +15,9 @@ from datasets import Dataset, Image, List
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError, did_you_mean, shortened
-from hf_ckpt.loading.built_in_data import NAME
 from hf_ckpt.loading.dataset import NUM_PROMPTS_LOOKED_AT, check_chat_template, shortest_prompt
 from hf_ckpt.loading.images import check_number_of_images
-from hf_ckpt.loading.sources import RawSplits, load_splits
+from hf_ckpt.loading.sources import BUILT_IN, RawSplits, load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.trainer_kinds import Columns, TrainerKind
@@ -164,7 +163,7 @@ def prompt_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _renamed(rows: Dataset, section: Mapping[str, Any], kind: TrainerKind) -> Dataset:
-    if section["path"] == NAME:
+    if section["path"] == BUILT_IN:
         return Dataset.from_list([_judged(row, number, kind.columns) for number, row in enumerate(rows)])
     mapped: Mapping[str, str] = section.get("columns", {})
     wanted = {name: mapped.get(name, name) for name in (*kind.more_columns, *kind.columns)}

@@ -13,22 +13,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
+import torch
 from datasets import Dataset, Features, List, Value
+from torch import Tensor, nn
 from transformers import (
     DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.packing import packing_collator
 from hf_ckpt.loading.row_formats import DEFAULT_LOSS_ON, IGNORED, Encoder, decode, find_layout
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
+from hf_ckpt.upstream.transformers import attention_of, has_chunk_masks_by_document
 
 _FEATURES = Features(
     {
@@ -116,9 +121,8 @@ def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> P
     if raw.evaluation is not None:
         of_evaluation = _encoder(raw.evaluation.column_names, section, tokenizer)
         evaluation, _ = _tokenise(raw.evaluation, "evaluation", section, of_evaluation)
-    collator = packing_collator() if section.get("packing", False) else padding_collator(tokenizer)
     warnings = (*_of_length(counts, encoder), *_of_template(raw.train, encoder))
-    return PreparedData(train, evaluation, collator, counts, warnings)
+    return PreparedData(train, evaluation, collator_of(section, tokenizer), counts, warnings)
 
 
 def describe_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -256,14 +260,6 @@ def _nothing_to_learn(split: str, counts: Counts, encoder: Encoder) -> str:
     )
 
 
-def padding_collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
-    """Return a collator that pads examples with `input_ids` and `labels` on the right, to the longest of the batch."""
-    # Padding on the left would shift the positions that models count from the row's start.
-    padding_tokenizer = copy.copy(tokenizer)
-    padding_tokenizer.padding_side = "right"
-    return DataCollatorForSeq2Seq(padding_tokenizer, label_pad_token_id=IGNORED)
-
-
 def _marked_lines(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     masks = [label == IGNORED for label in labels]
     # The first token is never learned; in an example that is learned whole it goes with the rest.
@@ -271,3 +267,105 @@ def _marked_lines(ids: list[int], labels: list[int], tokenizer: PreTrainedTokeni
     for is_masked, run in groupby(zip(masks, ids, strict=True), key=lambda pair: pair[0]):
         for line in decode(tokenizer, [id_ for _, id_ in run]).split("\n"):
             yield f"  {'masked ' if is_masked else 'learned'}| {line}"
+
+
+# --- Several documents in a row. ---
+
+
+_DOCUMENT_LENGTH = 6
+
+
+class PackingCollator(DataCollatorWithFlattening):
+    """Flattens a batch into one row [1, S] with `position_ids`, and asks the model for no cache.
+
+    transformers looks for documents in `position_ids` only when there is no cache. With `use_cache` true, as it may be
+    in evaluation, they would see each other, silently: loss and predictions are then those of one long text.
+    """
+
+    def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return `input_ids`, `labels` and `position_ids`, each [1, S], and `use_cache` False."""
+        batch: dict[str, Any] = super().__call__(features, *args, **kwargs)  # type: ignore[no-untyped-call]  # upstream
+        return {**batch, "use_cache": False}
+
+
+def collator_of(
+    section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> PackingCollator | DataCollatorForSeq2Seq:
+    """Return what makes a batch of examples with `input_ids` and `labels`.
+
+    That is one row, where a `data` section packs, or rows that are padded on the right to the longest.
+    """
+    if section.get("packing", False):
+        return PackingCollator()  # type: ignore[no-untyped-call]  # upstream
+    # Padding on the left would shift the positions that models count from the row's start.
+    padding_tokenizer = copy.copy(tokenizer)
+    padding_tokenizer.padding_side = "right"
+    return DataCollatorForSeq2Seq(padding_tokenizer, label_pad_token_id=IGNORED)
+
+
+def check_packing(model: nn.Module) -> None:
+    """Make sure that documents packed into one row do not see each other in this model.
+
+    Runs two documents of six tokens forward and asks for the gradient of the second one's logits at the first one's
+    embeddings. A masked position gives exactly zero, whatever the dtype or kernel. A model on `meta` is not asked; one
+    on the CPU is asked with eager attention where its own (flash, flex) needs a GPU, so ask it on its device.
+
+    `model`: a causal language model of transformers, with adapters or not, on its device and not yet wrapped. Modes and
+    gradients are left as they were.
+    """
+    causal_lm = cast(PreTrainedModel, model)  # PEFT's wrapper hands on what it does not have itself
+    layer_types = getattr(causal_lm.config.get_text_config(), "layer_types", None) or []
+    if "chunked_attention" in layer_types and not has_chunk_masks_by_document():
+        reason = "chunks of its attention are counted from the start of the sequence"
+    elif causal_lm.device.type == "meta" or (leaked := _leaked_gradient(causal_lm)) == 0:
+        return
+    else:
+        attention = attention_of(causal_lm.config.get_text_config())
+        seen = f"with {attention} attention, tokens depend on the document before theirs"
+        reason = f"{seen} (gradient {leaked:.1e}, not 0)"
+    raise DataError(
+        f"data.packing: {type(model).__name__} cannot keep packed documents apart: {reason}. Set data.packing to false."
+    )
+
+
+def _leaked_gradient(model: PreTrainedModel) -> float:
+    embedded: list[Tensor] = []
+
+    def keep_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(keep_output)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.enable_grad(), _attention_that_runs(model):
+            logits = model.eval()(**_two_documents(model)).logits  # type: ignore[no-untyped-call]  # upstream
+            of_second = logits[:, _DOCUMENT_LENGTH:].float().square().sum()
+            (gradient,) = torch.autograd.grad(of_second, embedded[:1])
+    finally:
+        handle.remove()
+        for module, mode in modes:
+            module.training = mode
+    return float(gradient[:, :_DOCUMENT_LENGTH].abs().max())
+
+
+@contextmanager
+def _attention_that_runs(model: PreTrainedModel) -> Iterator[None]:
+    configs = {"": model.config, **{name: getattr(model.config, name) for name in model.config.sub_configs}}
+    found = {name: attention_of(config) for name, config in configs.items() if config is not None}
+    if model.device.type != "cpu" or set(found.values()) <= {"eager", "sdpa"}:
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(found)
+
+
+def _two_documents(model: PreTrainedModel) -> dict[str, Any]:
+    vocab_size: int = model.config.get_text_config().vocab_size
+    tokens = [(7 * at + 3) % vocab_size for at in range(_DOCUMENT_LENGTH)]
+    batch = PackingCollator()([{"input_ids": tokens}, {"input_ids": tokens[::-1]}])
+    del batch["labels"]
+    return {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()}

@@ -8,6 +8,7 @@ values of options have readers of their own (`options`).
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 from collections import Counter
@@ -17,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
-from hf_ckpt import html_svg
 from hf_ckpt.errors import PolicyError, did_you_mean, shortened
 from hf_ckpt.policy.options import (
     READERS,
@@ -39,16 +39,6 @@ PLAN_SUFFIX = ".json"
 """What the name of a plan's file ends with; a policy that is such text is the plan in that file."""
 _LONGEST_MESSAGE = 1000
 _LONGEST_SHOWN = 80
-
-MODE_COLOURS: Mapping[Mode, str] = {
-    Mode.NONE: "#999999",
-    Mode.FULL: "#D55E00",
-    Mode.ATTENTION: "#E69F00",
-    Mode.FFN: "#CC79A7",
-    Mode.SELECTIVE: "#56B4E9",
-    Mode.SELECTIVE_ATTENTION: "#0072B2",
-}
-"""Of layers, where a plan is drawn."""
 
 
 @dataclass(frozen=True)
@@ -212,14 +202,9 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        shown = [html_svg.paragraph(self.describe())]
-        for stack in self.stacks:
-            cells = [(MODE_COLOURS[layer.mode], f"{idx}: {layer.describe()}") for idx, layer in enumerate(stack.layers)]
-            shown.append(html_svg.strip(cells, label=f"{stack.path}: {len(stack.layers)} layers"))
-            shown.append(html_svg.html_table([*_grouped(stack.layers)], header=(stack.path, "what it does")))
-        modes = {layer.mode for stack in self.stacks for layer in stack.layers}
-        shown.append(html_svg.legend({mode: colour for mode, colour in MODE_COLOURS.items() if mode in modes}))
-        return html_svg.notebook(*shown)
+        # By name: what a plan is does not stand on pictures of it.
+        pictures = importlib.import_module("hf_ckpt.html_svg")
+        return str(pictures.plan_html(self, {stack.path: [*_grouped(stack.layers)] for stack in self.stacks}))
 
     def summary(self) -> str:
         """Return the plan as text, equal neighbouring layers on one line."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.recipe.install_command import install_command
-from hf_ckpt.recipe.recipe import Recipe
 
 EXTRAS = {
     "datasets": "finetune",
@@ -36,6 +39,22 @@ def missing_text(*packages: str) -> str:
     return f"hf-ckpt needs {' and '.join(packages)}, {what}. Run: {install_command(*extras)}"
 
 
-def require_for(recipe: Recipe, *packages: str) -> None:
-    """Refuse to go on without `packages`, or without those that the recipe's model is made with."""
-    require(*packages, *([] if recipe.quantization is None else ["bitsandbytes"]))
+def install_command(*extras: str) -> str:
+    """Return the command that installs this package with extras, from where it was installed: a checkout too."""
+    names = f"[{','.join(sorted(extras))}]"
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return f'pip install "{checkout}{names}"'
+    try:
+        # Where pip took the package from, which it notes where that is no index.
+        text = importlib.metadata.distribution("hf_ckpt").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        text = None
+    found: dict[str, Any] = json.loads(text) if text else {}
+    address = found.get("url", "")
+    if "vcs_info" in found:
+        return f'pip install "hf_ckpt{names} @ {found["vcs_info"]["vcs"]}+{address}"'
+    folder = Path(unquote(urlsplit(address).path))
+    if address.startswith("file:") and (folder / "pyproject.toml").is_file():
+        return f'pip install "{folder}{names}"'
+    return f'pip install "hf_ckpt{names}"'

@@ -7,21 +7,20 @@ no data set and no device.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document, resolve_path, there_is_no, write_yaml
-from hf_ckpt.recipe.other_formats import other_format, says_other_format
-from hf_ckpt.recipe.rules import check_rules
+from hf_ckpt.recipe.rules import check_rules, written_rewards
 from hf_ckpt.recipe.schema import REQUIRED_SECTIONS, TRAINER, Draft, check_sections
 from hf_ckpt.recipe.trainer_kinds import REWARDS, TrainerKind, kind_of
-from hf_ckpt.recipe.trainer_rules import written_rewards
 from hf_ckpt.recipe.upstream_fields import has_virtual_tokens
 
 Values = Mapping[str, Any]
@@ -107,21 +106,6 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return _load(shipped.find(Path(path)), tuple(overrides), ())
 
 
-def recipe_of(values: Mapping[str, Any], name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Check a recipe that is in no file.
-
-    Args:
-        values: what a file would hold.
-        name: what messages and reports call it.
-        overrides: see `load_recipe`.
-
-    Raises:
-        RecipeError: see `load_recipe`.
-    """
-    mistakes = Mistakes()
-    return _checked(document_of(values, name, overrides, mistakes), Path(name), (), mistakes)
-
-
 def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -> Recipe:
     mistakes = Mistakes()
     return _checked(read_document(path, overrides, mistakes), path, needed_by, mistakes)
@@ -129,9 +113,12 @@ def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -
 
 def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes: Mistakes) -> Recipe:
     keys = {str(key) for key in document.value}
-    other = other_format(keys) if len(keys & set(REQUIRED_SECTIONS)) < len(REQUIRED_SECTIONS) - 1 else None
+    other = _other_format(keys) if len(keys & set(REQUIRED_SECTIONS)) < len(REQUIRED_SECTIONS) - 1 else None
     if other is not None:
-        raise RecipeError(says_other_format(path, other))
+        raise RecipeError(
+            f"{path}: this is a configuration of {other}, and no recipe. Read docs/coming_from.md#{other.lower()}: it "
+            f"says how to keep {other}, and how to write a recipe."
+        )
     draft = check_sections(document, mistakes)
     if mistakes.is_whole:
         check_rules(draft)
@@ -171,3 +158,79 @@ def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:
             _load(path, (), needed_by)
         except RecipeError as error:
             draft.mistakes.extend(str(error).splitlines())
+
+
+# --- YAML of other trainers, by their public formats: it is no recipe, and one line says where to read on. ---
+
+
+_LLAMA_FACTORY = "stage finetuning_type template cutoff_len do_train lora_target dataset_dir dataset".split()
+_TRL = (
+    "output_dir learning_rate per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps "
+    "gradient_checkpointing dataset_name datasets dataset_config use_peft lora_r max_length load_in_4bit bf16"
+).split()
+_FORMATS = (
+    ("axolotl", ("base_model",), "datasets sequence_len micro_batch_size num_epochs val_set_size output_dir".split()),
+    ("LLaMA-Factory", ("model_name_or_path",), _LLAMA_FACTORY),
+    ("trl", ("model_name_or_path", "dataset_name", "datasets"), _TRL),
+)
+"""Of each: its name, keys of which one is there, and others of which one is there besides. LLaMA-Factory before trl,
+whose keys it has too."""
+
+
+def _other_format(keys: Set[str]) -> str | None:
+    """Return whose configuration a YAML file is, by its keys; None where nobody's is recognised."""
+    for name, firsts, others in _FORMATS:
+        if any(first in keys and any(other in keys and other != first for other in others) for first in firsts):
+            return name
+    return None
+
+
+# --- A recipe for a model, of which nothing is known but its name and the way to train it. ---
+
+
+METHODS = ("lora", "qlora", "full")
+DEFAULT_RANK = 16
+_4BIT = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, in bfloat16 and under policy `auto`."""
+
+    method: str = "lora"
+    """One of `METHODS`."""
+    rank: int = DEFAULT_RANK
+    """Of LoRA's matrices."""
+    length: int = 2048
+    """Tokens of the longest row."""
+    batch: int = 1
+    """Rows of a micro-batch."""
+    data: str = "rows.jsonl"
+
+    def recipe_for(self, model: str, overrides: Iterable[str] = ()) -> Recipe:
+        """Return the recipe for a model, an id on the hub or a folder, checked as any other.
+
+        Raises:
+            RecipeError: see `load_recipe`.
+        """
+        values: dict[str, Any] = {"model": {"name_or_path": model, "dtype": "bfloat16", "attn_implementation": "sdpa"}}
+        if self.method != "full":
+            values["lora"] = {"r": self.rank, "lora_alpha": 2 * self.rank, "target_modules": "all-linear"}
+        if self.method == "qlora":
+            values["quantization"] = dict(_4BIT)
+        values["data"] = {"path": self.data, "max_length": self.length}
+        values["checkpointing"] = {"policy": AUTO}
+        values["training"] = {
+            "output_dir": f"runs/{Path(model).name.lower()}_{self.method}",
+            "per_device_train_batch_size": self.batch,
+            "learning_rate": 1e-5 if self.method == "full" else 2e-4,
+            "optim": "adamw_torch_fused",
+            "bf16": True,
+        }
+        mistakes = Mistakes()
+        return _checked(document_of(values, model, overrides, mistakes), Path(model), (), mistakes)

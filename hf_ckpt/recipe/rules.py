@@ -10,7 +10,6 @@ import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,80 +22,9 @@ from hf_ckpt.recipe import upstream_fields
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import resolve_path
 from hf_ckpt.recipe.field_types import show
-from hf_ckpt.recipe.schema import Draft, Refusal
-from hf_ckpt.recipe.trainer_kinds import TEXT
-from hf_ckpt.recipe.trainer_rules import check_trainer
+from hf_ckpt.recipe.schema import COUNT, DEFAULT_MAX_LENGTH, LIMITS, Bounds, Draft, Refusal
+from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION, IMAGES, REWARDS, TEXT, TrainerKind
 from hf_ckpt.units import parse_budget
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Between which bounds a number lies; `at_least` is included, `above` and `below` are not."""
-
-    at_least: float = -math.inf
-    above: float = -math.inf
-    below: float = math.inf
-
-    def accepts(self, value: float) -> bool:
-        """Tell whether `value` lies between the bounds."""
-        return self.at_least <= value and self.above < value < self.below
-
-    def describe(self) -> str:
-        """Return the bounds in words."""
-        bounds = (("of at least", self.at_least), ("above", self.above), ("below", self.below))
-        return "a number " + " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
-
-
-_COUNT = Bounds(at_least=1)
-_NOT_NEGATIVE = Bounds(at_least=0)
-_POSITIVE = Bounds(above=0)
-_SHARE = Bounds(at_least=0, below=1)
-
-LIMITS = {
-    "model.tokenizer.train.vocab_size": Bounds(at_least=259),  # 256 bytes, and where a text begins, ends and is padded
-    "model.num_labels": _COUNT,
-    "model.config.vocab_size": _COUNT,
-    "model.config.hidden_size": _COUNT,
-    "model.config.num_hidden_layers": _COUNT,
-    "model.config.num_attention_heads": _COUNT,
-    "checkpointing.max_length": _COUNT,
-    "lora.lora_alpha": _POSITIVE,
-    "lora.lora_dropout": _SHARE,
-    "adapter.num_virtual_tokens": _COUNT,
-    "adapter.lora_alpha": _POSITIVE,
-    "adapter.lora_dropout": _SHARE,
-    "quantization.llm_int8_threshold": _NOT_NEGATIVE,
-    "data.max_length": Bounds(at_least=2),  # each token is learnt from those before it
-    "data.max_pixels": _COUNT,
-    "data.max_images": _COUNT,
-    "data.eval_fraction": Bounds(above=0, below=1),
-    "data.max_examples": _COUNT,
-    "data.num_proc": _COUNT,
-    "data.seed": _NOT_NEGATIVE,
-    "training.per_device_train_batch_size": _COUNT,
-    "training.per_device_eval_batch_size": _COUNT,
-    "training.gradient_accumulation_steps": _COUNT,
-    "training.eval_accumulation_steps": _COUNT,
-    "training.torch_empty_cache_steps": _COUNT,
-    "training.num_train_epochs": _POSITIVE,
-    "training.learning_rate": _NOT_NEGATIVE,
-    "training.warmup_steps": _NOT_NEGATIVE,
-    "training.weight_decay": _NOT_NEGATIVE,
-    "training.max_grad_norm": _NOT_NEGATIVE,
-    "training.adam_beta1": _SHARE,
-    "training.adam_beta2": _SHARE,
-    "training.adam_epsilon": _NOT_NEGATIVE,
-    "training.label_smoothing_factor": _SHARE,
-    "training.neftune_noise_alpha": _NOT_NEGATIVE,
-    "training.logging_steps": _POSITIVE,
-    "training.eval_steps": _POSITIVE,
-    "training.save_steps": _POSITIVE,
-    "training.dataloader_num_workers": _NOT_NEGATIVE,
-    "training.ddp_timeout": _POSITIVE,
-    "training.seed": _NOT_NEGATIVE,
-    "training.data_seed": _NOT_NEGATIVE,
-}
-"""Bounds of single values, by key path."""
 
 # Clipping at infinity is how a gradient's norm is logged and left as it is.
 _MAY_BE_INFINITE = ("training.max_grad_norm",)
@@ -214,7 +142,7 @@ def _adapter_trains(draft: Draft) -> Iterator[Refusal]:
         if kind in _CANNOT_TRAIN:
             yield f"{name}.type", f"{_CANNOT_TRAIN[kind]}."
         if kind == "lora":
-            yield from _check_limit(draft, f"{name}.r", _COUNT)
+            yield from _check_limit(draft, f"{name}.r", COUNT)
         if draft.get(f"{name}.inference_mode"):
             yield f"{name}.inference_mode", "the adapter would be frozen, and nothing trained. Remove it."
         kind_of_run = draft.trainer or TEXT
@@ -369,6 +297,120 @@ def _prefetching_has_workers(draft: Draft) -> Iterator[Refusal]:
         yield "training.dataloader_prefetch_factor", "needs training.dataloader_num_workers of at least 1."
 
 
+# --- What a trainer makes of the sections. ---
+
+
+_SAID_ELSEWHERE = {
+    "max_length": "data.max_length",
+    "dataset_num_proc": "data.num_proc",
+    "dataset_text_field": "data.columns",
+    "completion_only_loss": "data.loss_on",
+    "assistant_only_loss": "data.loss_on",
+    "packing": "data.packing",
+    "eval_packing": "data.packing",
+    "packing_strategy": "data.packing",
+    "padding_free": "data.packing",
+    "truncation_mode": "data.max_length",
+    "chat_template_path": "data.chat_template",
+    "trust_remote_code": "model.trust_remote_code",
+    "model_init_kwargs": "model",
+    "eos_token": "model.tokenizer",
+    "pad_token": "model.tokenizer",
+    "dataset_kwargs": "data",
+}
+"""Arguments of trl's trainers that a recipe says in a section of its own."""
+_OF_TEXT = ("format", "loss_on", "packing")
+
+
+def _trainer_suits(draft: Draft) -> Iterator[Refusal]:
+    """Check what a trainer makes of the sections; of one that cannot be had nothing is known."""
+    if draft.trainer is not None:
+        for rule in _OF_TRAINERS:
+            yield from rule(draft, draft.trainer)
+
+
+def _trainer_reads_its_sections(draft: Draft, kind: TrainerKind) -> Iterator[Refusal]:
+    for name, home in _SAID_ELSEWHERE.items() if kind.of_trl else ():
+        if draft.has(f"training.{name}"):
+            yield f"training.{name}", f"a recipe says this in {home}. Write it there."
+    for name in () if kind.is_text else ("packing",) if kind.reads_images else _OF_TEXT:
+        if draft.has(f"data.{name}"):
+            what = f"trainer {kind.name} reads the columns {', '.join(kind.columns)}"
+            yield f"data.{name}", f"belongs to plain text, and {what}. Remove it."
+    if not kind.is_text and draft.get("checkpointing.micro_batch"):
+        yield "checkpointing.micro_batch", f"is chosen for plain text, not for trainer {kind.name}. Remove it."
+
+
+def _images_are_read(draft: Draft, kind: TrainerKind) -> Iterator[Refusal]:
+    if draft.get("data.format") != IMAGES:
+        for name in ("max_pixels", "max_images"):
+            if draft.has(f"data.{name}"):
+                yield f"data.{name}", "belongs to data.format: images. Remove it, or write that."
+        return
+    if kind.is_text:
+        yield "data.format", "images are read by trl's SFTTrainer. Write trainer: sft."
+    if kind.reads_images and draft.has("model.config"):
+        yield "model.config", "images are read by the processor of trained weights. Write model.name_or_path."
+    if kind.reads_images and draft.get("data.loss_on") == "completion":
+        yield "data.loss_on", "messages have turns. Use assistant, or all."
+
+
+def _labels_are_counted(draft: Draft, kind: TrainerKind) -> Iterator[Refusal]:
+    if kind.name == "classification" and not draft.has("model.num_labels"):
+        yield "model.num_labels", "missing. Write how many classes there are; 1 for a number to predict."
+    elif kind.name != "classification" and draft.has("model.num_labels"):
+        yield "model.num_labels", "belongs to trainer: classification. Remove it, or use that."
+
+
+def _reference_is_one(draft: Draft, kind: TrainerKind) -> Iterator[Refusal]:
+    if draft.get("training.sync_ref_model") and (draft.has("lora") or draft.has("adapter")):
+        yield "training.sync_ref_model", "with an adapter the reference is the model without it. Remove one of the two."
+
+
+def written_rewards(draft: Draft) -> list[str]:
+    """Return the names of what rewards completions; none where they are not a list of names."""
+    found = draft.written(REWARDS)
+    return found if isinstance(found, list) and all(isinstance(name, str) and name for name in found) else []
+
+
+def _completions_are_rewarded(draft: Draft, kind: TrainerKind) -> Iterator[Refusal]:
+    if not kind.generates:
+        if draft.has(REWARDS):
+            yield REWARDS, "belongs to trainer: grpo. Remove it, or use that."
+        return
+    if not written_rewards(draft):
+        yield (
+            REWARDS,
+            "expected a list of names. Write reward_funcs: [think_format_reward], another function of trl's, or where "
+            "one of your own lies, as module:function.",
+        )
+    completion = draft.get("training.max_completion_length", DEFAULT_COMPLETION)
+    length = draft.get("data.max_length", DEFAULT_MAX_LENGTH)
+    if completion is None:
+        yield "training.max_completion_length", "expected tokens, which bound what is generated."
+    elif length <= completion:
+        yield (
+            "data.max_length",
+            f"is of a prompt with its completion, and training.max_completion_length = {completion} leaves none for "
+            "the prompt. Raise it.",
+        )
+    if draft.get("training.beta") and not (draft.has("lora") or draft.has("adapter")):
+        yield (
+            "training.beta",
+            "without an adapter trl loads the reference by its name, without what the recipe says of it. Write "
+            "beta: 0, or train an adapter.",
+        )
+
+
+_OF_TRAINERS: tuple[Callable[[Draft, TrainerKind], Iterator[Refusal]], ...] = (
+    _trainer_reads_its_sections,
+    _images_are_read,
+    _labels_are_counted,
+    _reference_is_one,
+    _completions_are_rewarded,
+)
+
+
 # --- Engines. What the launcher asks for is held against the recipe when it runs (`sharding_engine`). ---
 
 
@@ -473,7 +515,7 @@ _RULES: tuple[Callable[[Draft], Iterator[Refusal]], ...] = (
     _virtual_tokens_are_trained,
     _quantization_is_one_kind,
     _loss_suits_format,
-    check_trainer,
+    _trainer_suits,
     _evaluation_data_has_one_source,
     _evaluation_has_data,
     _precision_is_one,

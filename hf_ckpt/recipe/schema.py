@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_type_hints
@@ -15,7 +16,7 @@ from hf_ckpt.policy.options import CallbackOptions
 from hf_ckpt.recipe import upstream_fields
 from hf_ckpt.recipe.document import Entry, Location, Mistakes
 from hf_ckpt.recipe.field_types import Hint, accepts, advice, describe, show, simplified
-from hf_ckpt.recipe.install_command import install_command
+from hf_ckpt.recipe.optional_packages import install_command
 from hf_ckpt.recipe.trainer_kinds import (
     NOT_POSSIBLE,
     OLDEST_TRL,
@@ -182,6 +183,82 @@ _NULL_IS_ABSENT = ("model", "model.tokenizer", "model.tokenizer.train", "data", 
 # Where to look first for the home of a key that is in the wrong section.
 _LIKELY_HOMES = ("model", "training", "data", "lora", "adapter", "quantization", "checkpointing")
 _LONGEST_SHOWN = 80
+
+
+# --- Bounds of single values. ---
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Between which bounds a number lies; `at_least` is included, `above` and `below` are not."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def accepts(self, value: float) -> bool:
+        """Tell whether `value` lies between the bounds."""
+        return self.at_least <= value and self.above < value < self.below
+
+    def describe(self) -> str:
+        """Return the bounds in words."""
+        bounds = (("of at least", self.at_least), ("above", self.above), ("below", self.below))
+        return "a number " + " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
+
+
+COUNT = Bounds(at_least=1)
+_NOT_NEGATIVE = Bounds(at_least=0)
+_POSITIVE = Bounds(above=0)
+_SHARE = Bounds(at_least=0, below=1)
+
+LIMITS = {
+    "model.tokenizer.train.vocab_size": Bounds(at_least=259),  # 256 bytes, and where a text begins, ends and is padded
+    "model.num_labels": COUNT,
+    "model.config.vocab_size": COUNT,
+    "model.config.hidden_size": COUNT,
+    "model.config.num_hidden_layers": COUNT,
+    "model.config.num_attention_heads": COUNT,
+    "checkpointing.max_length": COUNT,
+    "lora.lora_alpha": _POSITIVE,
+    "lora.lora_dropout": _SHARE,
+    "adapter.num_virtual_tokens": COUNT,
+    "adapter.lora_alpha": _POSITIVE,
+    "adapter.lora_dropout": _SHARE,
+    "quantization.llm_int8_threshold": _NOT_NEGATIVE,
+    "data.max_length": Bounds(at_least=2),  # each token is learnt from those before it
+    "data.max_pixels": COUNT,
+    "data.max_images": COUNT,
+    "data.eval_fraction": Bounds(above=0, below=1),
+    "data.max_examples": COUNT,
+    "data.num_proc": COUNT,
+    "data.seed": _NOT_NEGATIVE,
+    "training.per_device_train_batch_size": COUNT,
+    "training.per_device_eval_batch_size": COUNT,
+    "training.gradient_accumulation_steps": COUNT,
+    "training.eval_accumulation_steps": COUNT,
+    "training.torch_empty_cache_steps": COUNT,
+    "training.num_train_epochs": _POSITIVE,
+    "training.learning_rate": _NOT_NEGATIVE,
+    "training.warmup_steps": _NOT_NEGATIVE,
+    "training.weight_decay": _NOT_NEGATIVE,
+    "training.max_grad_norm": _NOT_NEGATIVE,
+    "training.adam_beta1": _SHARE,
+    "training.adam_beta2": _SHARE,
+    "training.adam_epsilon": _NOT_NEGATIVE,
+    "training.label_smoothing_factor": _SHARE,
+    "training.neftune_noise_alpha": _NOT_NEGATIVE,
+    "training.logging_steps": _POSITIVE,
+    "training.eval_steps": _POSITIVE,
+    "training.save_steps": _POSITIVE,
+    "training.dataloader_num_workers": _NOT_NEGATIVE,
+    "training.ddp_timeout": _POSITIVE,
+    "training.seed": _NOT_NEGATIVE,
+    "training.data_seed": _NOT_NEGATIVE,
+}
+"""Bounds of single values, by key path."""
+
+
+# --- A recipe while it is checked. ---
 
 
 Refusal = tuple[str, str]

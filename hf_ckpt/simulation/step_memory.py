@@ -251,7 +251,7 @@ class StepMemory:
             head += f"; a step takes {self.time.total:.3g} s as predicted"
         rows = [(str(category), format_bytes(size)) for category, size in self.by_category.items() if size]
         return html_svg.notebook(
-            html_svg.paragraph(f"{head}."),
+            html_svg.element("p", html_svg.escape(f"{head}.")),
             html_svg.html_table(rows, header=("at the peak", "bytes")),
             self.picture(),
         )

@@ -20,10 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.columns import with_label
-from hf_ckpt.loading.dataset import padding_collator
-from hf_ckpt.loading.log_level import log_level
-from hf_ckpt.loading.packing import packing_collator
+from hf_ckpt.loading.dataset import collator_of
 from hf_ckpt.loading.row_formats import IGNORED
+from hf_ckpt.loading.sources import log_level
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.loading.trainer import check_reads_text
 from hf_ckpt.recipe.recipe import Recipe
@@ -385,8 +384,7 @@ def sample_rows(
     rows = list(_rows(num_rows, length, _text_tokens(tokenizer), seed))
     if recipe.data.get("loss_on") != "all":
         rows = [_without_prompt(row) for row in rows]
-    is_packed = recipe.data.get("packing", False)
-    collator = packing_collator() if is_packed else padding_collator(tokenizer)
+    collator = collator_of(recipe.data, tokenizer)
     return SampleRows(Dataset.from_list(rows) if kind.of_trl else rows, collator)
 
 

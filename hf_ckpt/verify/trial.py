@@ -38,8 +38,13 @@ from transformers import (
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import PolicyError, StructureError
 from hf_ckpt.loading.columns import texts_of
-from hf_ckpt.loading.trainer import build_trained_model, make_trainer, trainer_class, use_one_thread_if_tiny
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import (
+    build_trained_model,
+    make_trainer,
+    trainer_class,
+    training_arguments,
+    use_one_thread_if_tiny,
+)
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan, parse

@@ -11,7 +11,7 @@ import pytest
 from hf_ckpt import Plan, RecipeError, load_recipe
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.finetune.run_report import RunSummary
 from tests import small_recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]

@@ -24,10 +24,9 @@ from huggingface_hub import errors
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 
-from hf_ckpt.cli.finetune import main
-from hf_ckpt.finetune import termination, train
+from hf_ckpt.cli.finetune import main, sigterm_as_interrupt
+from hf_ckpt.finetune import train
 from hf_ckpt.finetune.oom_report import RunWatch
-from hf_ckpt.finetune.termination import sigterm_as_interrupt
 from tests import small_recipes, twins
 
 pytestmark = pytest.mark.core
@@ -196,8 +195,8 @@ def test_forked_child_ends_by_sigterm_as_any_other() -> None:
 
 def test_run_that_does_not_end_in_time_is_ended(tmp_path: Path) -> None:
     code = (
-        "import os, signal, time; from hf_ckpt.finetune import termination; termination._DEADLINE_S = 0.5\n"
-        "with termination.sigterm_as_interrupt():\n"
+        "import os, signal, time; from hf_ckpt.cli import finetune; finetune._DEADLINE_S = 0.5\n"
+        "with finetune.sigterm_as_interrupt():\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n    finally:\n        time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=50)
@@ -354,7 +353,7 @@ def test_full_disk_is_named(
     recipe = small_recipes.write(tmp_path, training={"save_strategy": "steps", "save_steps": 1})
     monkeypatch.setattr(*WRITERS[what])
     if what == "optimizer":
-        monkeypatch.setattr(termination, "_free_bytes", lambda _: 0)
+        monkeypatch.setattr(train, "_free_bytes", lambda _: 0)
     assert main([str(recipe)]) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said

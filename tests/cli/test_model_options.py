@@ -12,8 +12,7 @@ import pytest
 from hf_ckpt import RecipeError
 from hf_ckpt.cli.main import main
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
-from hf_ckpt.recipe.for_model import METHODS, Training
-from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.recipe import METHODS, Recipe, Training
 from tests import small_recipes
 
 KNOWN = "meta-llama/Llama-3.1-8B-Instruct"

@@ -24,7 +24,7 @@ from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.main import main
 from hf_ckpt.cli.model_options import training_of
 from hf_ckpt.cli.ui import CARDS, HOST, METHODS, Answer, answer, command, framed, models
-from hf_ckpt.recipe.for_model import Training
+from hf_ckpt.recipe.recipe import Training
 from tests.browsing import Browser
 from tests.markups import Markup
 from tests.small_recipes import CONFIG

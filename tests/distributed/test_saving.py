@@ -21,7 +21,7 @@ from hf_ckpt import DataError, RecipeError, UnsupportedError, load_recipe
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.errors import OtherProcessError, SavedFilesError
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.finetune.run_report import RunSummary
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.tokenizer import load_tokenizer
 from tests import small_recipes, twins

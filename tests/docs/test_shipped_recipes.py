@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_ckpt import Plan
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.finetune.run_report import RunSummary
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from tests import twins
 from tests.small_recipes import can_be_loaded

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt import load_recipe
-from hf_ckpt.estimate import json_documents, tables
+from hf_ckpt.estimate import estimate as estimates
+from hf_ckpt.estimate import tables
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Row
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
@@ -45,7 +46,7 @@ def silent(text: str) -> None:
 
 def table(found: Estimate, **options: bool) -> str:
     """What is printed of an estimate: no line is wider than 80 columns, but for that of a long path."""
-    text = tables.estimate_table(json.loads(json.dumps(json_documents.estimate_as_json(found))), **options)
+    text = tables.estimate_table(json.loads(json.dumps(estimates.estimate_as_json(found))), **options)
     assert max(len(line) for line in text.splitlines() if ".yaml" not in line) <= 80, text
     return text
 

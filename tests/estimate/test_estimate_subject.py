@@ -22,7 +22,7 @@ from hf_ckpt.auto.live_step import zero_of
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.launch_sharding import describe_sharding, sharding_of
 from hf_ckpt.estimate.step_of_recipe import Subject, step_of, subject_of
-from hf_ckpt.loading.log_level import log_level
+from hf_ckpt.loading.sources import log_level
 from hf_ckpt.simulation.step import Sharding, Zero
 from tests import small_recipes
 

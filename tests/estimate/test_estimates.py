@@ -9,7 +9,8 @@ import pytest
 
 from hf_ckpt import load_recipe
 from hf_ckpt.cli.inspect_report import ledger, outside
-from hf_ckpt.estimate import json_documents, tables
+from hf_ckpt.estimate import estimate as estimates
+from hf_ckpt.estimate import tables
 from hf_ckpt.estimate.estimate import (
     FIXED,
     QUICK,
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations"
 
 
 def fits_somewhere(found: Estimate) -> bool:
-    return bool(json_documents.estimate_as_json(found)["fits"])
+    return bool(estimates.estimate_as_json(found)["fits"])
 
 
 # --- Rows. ---
@@ -86,7 +87,7 @@ def test_estimate_grows_from_the_verdict_row_by_row(found: Estimate) -> None:
     assert num_estimate_rows(found.subject, [CARD], QUICK) == 4
     assert num_estimate_rows(found.subject, [CARD]) == len(found.rows)
     # All that is said of the recipe is there from the first row on.
-    first, last = (json_documents.estimate_as_json(step) for step in (steps[0], steps[-1]))
+    first, last = (estimates.estimate_as_json(step) for step in (steps[0], steps[-1]))
     assert first["verdicts"] == last["verdicts"]
     assert tables.opening(first) == tables.opening(last)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.cli.main import main
-from hf_ckpt.estimate import html_page
+from hf_ckpt.estimate import html_page, plots
 from tests import small_recipes
 from tests.conftest import CHROMIUM
 from tests.markups import Markup
@@ -130,4 +130,4 @@ def test_labels_of_pictures_are_at_least_10_pixels_on_a_phone() -> None:
     phone = style.partition("@media (max-width: 36rem)")[2].partition("\n}\n")[0]
     size = float(re.findall(r"svg text.*?font-size: (\d+)px", phone)[0])
     # The page has a rem of padding at each side.
-    assert size * (390 - 2 * 16) / html_page._WIDTH >= 10
+    assert size * (390 - 2 * 16) / plots.WIDTH >= 10

@@ -14,7 +14,7 @@ from hf_ckpt import RecipeError, load_recipe
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.sharding_engine import check_engine_suits
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import training_arguments
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT

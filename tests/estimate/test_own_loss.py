@@ -16,7 +16,7 @@ from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of, subject_of
 from hf_ckpt.finetune import train
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import training_arguments
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.simulation.devices import CPU, find_device
 from hf_ckpt.simulation.fit import Capacity

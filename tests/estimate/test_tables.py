@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_ckpt.estimate import json_documents, tables
+from hf_ckpt.estimate import estimate as estimates
+from hf_ckpt.estimate import tables
 from hf_ckpt.estimate.estimate import RECIPE, Row
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.policy.allowances import Allowed
@@ -131,10 +132,10 @@ def test_last_line_names_the_devices_that_it_fits_on(peaks: tuple[int, int], exp
     cards = (CARD, find_device("a6000"))
     found = by_hand(*cards)
     rows = [
-        json_documents.verdict_as_json(found.predictor, card, row_of(RECIPE, step_of(peak), card))
+        estimates.verdict_as_json(found.predictor, card, row_of(RECIPE, step_of(peak), card))
         for card, peak in zip(cards, peaks, strict=True)
     ]
-    assert tables.verdict(json_documents.estimate_as_json(found) | {"verdicts": rows}) == expected
+    assert tables.verdict(estimates.estimate_as_json(found) | {"verdicts": rows}) == expected
 
 
 def step_of(gib: int) -> StepMemory:
@@ -177,14 +178,14 @@ def test_the_attention_that_is_assumed_has_a_line_where_there_is_a_choice() -> N
     words = " ".join(table(by_hand(CARD, hopper)).split())
     assert words.count(" attention h100: ") == words.count(f" attention h100: {hopper.describe_attention()} ") == 1
     assert " attention rtx4090" not in words
-    devices = json_documents.estimate_as_json(by_hand(CARD, hopper))["devices"]
+    devices = estimates.estimate_as_json(by_hand(CARD, hopper))["devices"]
     assert [device["attention"] for device in devices] == [None, hopper.describe_attention()]
 
 
 def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_hand(CARD)
     assert "host memory" not in table(found)
-    assert json_documents.estimate_as_json(found)["host"] == []
+    assert estimates.estimate_as_json(found)["host"] == []
     rows = tuple(
         replace(row, memory=replace(row.memory, host_bytes=3 * steps_by_hand.GIB))
         if row.name == RECIPE and row.memory
@@ -196,15 +197,15 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
     assert " ".join(lines[11].split()).endswith("3 s 3.0 GiB yes")
     assert lines[-2] == "It needs 3.0 GiB of host memory too, next to rtx4090."
     # On this machine it is known what is free.
-    monkeypatch.setattr(json_documents, "this_device", lambda: CARD)
+    monkeypatch.setattr(estimates, "this_device", lambda: CARD)
     monkeypatch.setattr(
-        json_documents.host_memory, "available_bytes", lambda *, trusts: None if trusts else 2 * steps_by_hand.GIB
+        estimates.host_memory, "available_bytes", lambda *, trusts: None if trusts else 2 * steps_by_hand.GIB
     )
     assert table(found).splitlines()[-3:-1] == [
         "It needs 3.0 GiB of host memory; 2.0 GiB are free here: it does not fit: offload",
         "fewer layers (fraction), or to disk.",
     ]
-    assert json_documents.estimate_as_json(found)["host"] == [
+    assert estimates.estimate_as_json(found)["host"] == [
         {"device": "rtx4090", "needed_bytes": 3 * steps_by_hand.GIB, "free_bytes": 2 * steps_by_hand.GIB},
     ]
     allowed = Allowed(offload=Offload(trust_host_memory=True))
@@ -214,7 +215,7 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
 
 def test_json_has_every_figure() -> None:
     read = json.loads(
-        tables.json_text(json_documents.estimate_as_json(by_hand(CARD)), ["estimate", "recipe.yaml", "data.path=a b"])
+        tables.json_text(estimates.estimate_as_json(by_hand(CARD)), ["estimate", "recipe.yaml", "data.path=a b"])
     )
     assert read["command"] == "hf-ckpt estimate recipe.yaml 'data.path=a b'"
     assert read["versions"].keys() >= {"python", "hf_ckpt", "torch", "transformers", "accelerate"}

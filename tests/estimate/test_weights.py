@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_ckpt.estimate.json_documents import facts_as_json
+from hf_ckpt.estimate.estimate import facts_as_json
 from hf_ckpt.estimate.weights import weights_of
 from tests.estimate.small_estimates import small_subject
 from tests.small_recipes import LORA

@@ -25,7 +25,7 @@ from hf_ckpt.estimate.max_length_and_batch import with_length, with_rows
 from hf_ckpt.estimate.own_loss import ImageRows, largest_grid
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.finetune import train
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import training_arguments
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU

@@ -16,8 +16,7 @@ from hf_ckpt import load_recipe
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.oom_report import Figures, OutOfMemoryRun, Part, RunWatch, explanation
-from hf_ckpt.loading.trainer import build_trained_model
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import build_trained_model, training_arguments
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hf_ckpt.cli.finetune import main
-from hf_ckpt.finetune import progress_lines
-from hf_ckpt.finetune.progress_lines import ProgressLines, duration
+from hf_ckpt.finetune import run_report
+from hf_ckpt.finetune.run_report import ProgressLines, duration
 from tests import small_recipes
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
@@ -24,7 +24,7 @@ def said(
     """What is said in a run whose steps take so many seconds."""
     lines: list[str] = []
     clock = [100.0]
-    monkeypatch.setattr(progress_lines.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_report.time, "monotonic", lambda: clock[0])
     progress = ProgressLines(lines.append, is_periodic=is_periodic)
     state: Any = SimpleNamespace(global_step=start, max_steps=num_steps)
     ignored: Any = None
@@ -72,7 +72,7 @@ def test_run_into_a_pipe_writes_no_bars(tmp_path: Path) -> None:
 def test_lines_are_said_in_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(run_report, "SECONDS_BETWEEN", 0.0)
     recipe = small_recipes.write(tmp_path, training={"max_steps": 2})
     assert main([str(recipe)]) == 0
     assert "Step 1 of 2; about " in capsys.readouterr().out

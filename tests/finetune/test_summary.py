@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.finetune.run_report import RunSummary
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 

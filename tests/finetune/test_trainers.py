@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_ckpt import DataError, RecipeError, load_recipe
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.finetune.run_report import RunSummary
 from tests import small_recipes, twins
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def test_trainer_trains_as_without_its_plan(trainer: str, tmp_path: Path, capsys
 
 def test_arguments_are_those_of_trl_and_precision_is_what_is_written(tmp_path: Path) -> None:
     pytest.importorskip("trl", minversion="1.16")
-    from hf_ckpt.loading.training_args import training_arguments
+    from hf_ckpt.loading.trainer import training_arguments
 
     path = small_recipes.of_trainer(tmp_path, "dpo")
     args: Any = training_arguments(load_recipe(path, ["training.beta=0.3", "training.loss_type=ipo"]))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hf_ckpt.loading import built_in_data
+from hf_ckpt.loading import sources
 
 
 def words_in_eights(row: dict[str, str]) -> set[tuple[str, ...]]:
@@ -16,25 +16,25 @@ def words_in_eights(row: dict[str, str]) -> set[tuple[str, ...]]:
 
 
 def test_splits_are_large_enough_to_learn_from() -> None:
-    splits = built_in_data.splits()
+    splits = sources.built_in_splits()
     assert list(splits) == ["train", "test"]
     assert len(splits["train"]) > 500
     assert 0.05 < len(splits["test"]) / len(splits["train"]) < 0.2
 
 
 def test_every_row_is_a_prompt_with_its_continuation() -> None:
-    for rows in built_in_data.splits().values():
+    for rows in sources.built_in_splits().values():
         for row in rows:
             heading, _, beginning = row["prompt"].partition("\n\n")
             assert heading.strip()
             assert beginning.strip()
             assert row["completion"][0].isspace()
             assert row["completion"].strip()
-            assert len(beginning + row["completion"]) <= built_in_data.PASSAGE_CHARS
+            assert len(beginning + row["completion"]) <= sources.PASSAGE_CHARS
 
 
 def test_evaluation_text_is_not_trained_on() -> None:
-    splits = built_in_data.splits()
+    splits = sources.built_in_splits()
     trained = set().union(*map(words_in_eights, splits["train"]))
     evaluated = [eight for row in splits["test"] for eight in words_in_eights(row)]
     # The documentation repeats a phrase now and then; its repeated paragraphs (a fifth of all text) are gone.
@@ -42,16 +42,16 @@ def test_evaluation_text_is_not_trained_on() -> None:
 
 
 def test_no_text_is_repeated() -> None:
-    completions = [row["completion"] for rows in built_in_data.splits().values() for row in rows]
+    completions = [row["completion"] for rows in sources.built_in_splits().values() for row in rows]
     assert len(set(completions)) == len(completions)
 
 
 def test_splits_are_the_same_in_another_process() -> None:
     code = (
-        "import hashlib; from hf_ckpt.loading.built_in_data import splits;"
-        "print(hashlib.sha256(repr(splits()).encode()).hexdigest())"
+        "import hashlib; from hf_ckpt.loading.sources import built_in_splits;"
+        "print(hashlib.sha256(repr(built_in_splits()).encode()).hexdigest())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    assert done.stdout.strip() == hashlib.sha256(repr(built_in_data.splits()).encode()).hexdigest()
+    assert done.stdout.strip() == hashlib.sha256(repr(sources.built_in_splits()).encode()).hexdigest()

@@ -14,7 +14,7 @@ from hf_ckpt import RecipeError
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.loading.config_files import KNOWN_MODELS, documents, known_configs
 from hf_ckpt.loading.model import find_config, known_config
-from hf_ckpt.recipe.for_model import Training
+from hf_ckpt.recipe.recipe import Training
 
 DOCUMENTS = documents()
 AT_A_COMMIT = re.compile(r"[\w-]+/[\w-]+, [\w./-]+ at [0-9a-f]{40}")

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.packing import check_packing, packing_collator
+from hf_ckpt.loading.dataset import PackingCollator, check_packing
 
 pytestmark = pytest.mark.core
 
@@ -57,7 +57,7 @@ def losses_of_separate_rows(model: PreTrainedModel) -> list[float]:
 @pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 3}], ids=["causal", "sliding"])
 def test_packed_row_has_the_losses_of_separate_rows(attention: str, changes: dict[str, Any]) -> None:
     model = tiny(**changes, attention=attention).double().eval()
-    packed = token_losses(model, packing_collator()(DOCUMENTS))
+    packed = token_losses(model, PackingCollator()(DOCUMENTS))
     assert len(packed) == 15
     # Rows of another length are summed in another order: float64 rounding. Eager attention has its softmax in float32.
     tolerance = 1e-13 if attention == "sdpa" else 1e-7
@@ -77,12 +77,12 @@ def test_packed_row_has_the_gradients_of_separate_rows() -> None:
     separate = [
         {key: torch.tensor([value]) for key, value in row.items()} for row in DOCUMENTS if len(row["labels"]) > 1
     ]
-    torch.testing.assert_close(gradients([packing_collator()(DOCUMENTS)]), gradients(separate), rtol=0, atol=1e-13)
+    torch.testing.assert_close(gradients([PackingCollator()(DOCUMENTS)]), gradients(separate), rtol=0, atol=1e-13)
 
 
 def test_cache_makes_documents_see_each_other_and_the_collator_asks_for_none() -> None:
     model = tiny().double().eval()
-    batch = packing_collator()(DOCUMENTS)
+    batch = PackingCollator()(DOCUMENTS)
     assert batch["use_cache"] is False
     assert model.config.use_cache is True
     separate = losses_of_separate_rows(model)

@@ -10,7 +10,7 @@ import pytest
 
 from hf_ckpt import RecipeError, load_recipe
 from hf_ckpt.cli.main import main
-from hf_ckpt.loading.rewards import reward_functions
+from hf_ckpt.loading.trainer import reward_functions
 from tests import small_recipes
 
 trl = pytest.importorskip("trl", minversion="1.16")

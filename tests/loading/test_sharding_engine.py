@@ -22,7 +22,7 @@ from hf_ckpt.loading.sharding_engine import (
     describe_engine,
     num_parameters,
 )
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import training_arguments
 from hf_ckpt.upstream.transformers import on_one_process
 from tests import small_recipes, training
 

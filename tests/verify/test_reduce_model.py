@@ -17,7 +17,7 @@ from hf_ckpt.loading import config_files
 from hf_ckpt.loading import model as model_config
 from hf_ckpt.loading.config_files import known_configs
 from hf_ckpt.loading.model import build_model
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import training_arguments
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from hf_ckpt.verify import run

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.loading.tokenizer import train_tokenizer
-from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.loading.trainer import training_arguments
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.verify.processes import with_engine
