@@ -14,7 +14,7 @@ import io
 import random
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -69,30 +69,39 @@ _WITH_SETTINGS = frozenset({"torch", "transformers", "accelerate", "peft"})
 class Attributes:
     """What some objects held at one moment. See `AttributeSnapshots`."""
 
-    _noted: Sequence[tuple[_Held | _SmallContainers, Any]]
+    _noted: list[tuple[_Alike, list[Any]]]
     _modules: _Modules
-    _in_modules: list[Any]
     _unknown: list[str]
 
     def without_large_tensors(self) -> Attributes:
         """Return the same, but for large tensors that modules hold: they are left as they are."""
-        in_modules = self._in_modules
-        if any(map(_is_large, in_modules)):
-            in_modules = [_LEFT if _is_large(value) else value for value in in_modules]
-        return Attributes(self._noted, self._modules, in_modules, self._unknown)
+        noted = [
+            (alike, [tuple(_LEFT if _is_large(each) else each for each in note) for note in notes])
+            if alike.is_of_modules and any(map(_is_large, chain.from_iterable(notes)))
+            else (alike, notes)
+            for alike, notes in self._noted
+        ]
+        return Attributes(noted, self._modules, self._unknown)
 
     def restore(self) -> None:
         """Bring it back, each object with its own identity: others may hold it too."""
-        for held, note in self._noted:
-            held.write(note)
-        self._modules.write(self._in_modules)
+        self._modules.drop_new()
+        for alike, notes in self._noted:
+            for value, note in zip(alike.values, notes, strict=True):
+                alike.kind.write(value, note)
 
-    def describe_lost(self, large: str) -> str | None:
-        """Say what has changed, or may have, and cannot be brought back; None if nothing. `large`: of large tensors."""
-        lost = [held for held, note in self._noted if held.is_lost(note)]
-        if tensors := [held.name for held in lost if isinstance(held.value, Tensor)]:
-            return f"{large}: {', '.join(tensors[:_MOST_NAMES])}"
-        if names := [*self._unknown, *(held.name for held in lost), *self._modules.names_of_new()]:
+    def describe_lost(self) -> str | None:
+        """Say what has changed, or may have, and cannot be brought back; None if nothing."""
+        lost = [
+            (name, value)
+            for alike, notes in self._noted
+            if alike.kind.is_lost is not None
+            for name, value, note in zip(alike.names, alike.values, notes, strict=True)
+            if alike.kind.is_lost(value, note)
+        ]
+        if tensors := [name for name, value in lost if isinstance(value, Tensor)]:
+            return f"it has written to large tensors: {', '.join(tensors[:_MOST_NAMES])}"
+        if names := [*self._unknown, *(name for name, _ in lost), *self._modules.names_of_new()]:
             return f"nothing brings back {', '.join(names[:_MOST_NAMES])} (an iterator, too large to be copied, or new)"
         return None if self._modules.has_same_children() else "modules have come or gone in it"
 
@@ -110,7 +119,7 @@ class AttributeSnapshots:
     def __init__(self, *owners: tuple[str, object]) -> None:
         self._owners = owners
         self._kinds: dict[type, tuple[_Kind, ...] | None] = {}
-        self._held: dict[tuple[int, _Kind], _Held] = {}
+        self._alike: dict[_Kind, _Alike] = {}
         self._modules = _Modules([])
         self._find()
 
@@ -121,38 +130,35 @@ class AttributeSnapshots:
 
     def now(self, *, is_later: bool = False) -> Attributes:
         """Return what they hold now; `is_later` in a step in which modules have been looked for already."""
-        every: list[_Held | _SmallContainers] = [*self._held.values(), self._small]
         # All of them look, as each notes anew what it holds.
-        look_other = [each.looks_other() for each in every] + [self._modules.looks_other()]
-        if any(look_other) or not (is_later or self._modules.looks_current()):
+        look_other = [alike.looks_other() for alike in self._every()]
+        if any(look_other) or not (self._modules.has_same_names() and (is_later or self._modules.looks_current())):
             self._find()
-            every = [*self._held.values(), self._small]
-        noted = [(each, each.note) for each in every]
-        return Attributes(noted, self._modules, self._modules.note, self._unknown)
+        return Attributes([(alike, alike.notes) for alike in self._every()], self._modules, self._unknown)
+
+    def _every(self) -> list[_Alike]:
+        return [*self._alike.values(), *self._modules.alike]
 
     def _find(self) -> None:
-        known, self._held = self._held, {}
+        before, self._alike = list(self._alike.values()), {}
+        self._last = {id(held): note for each in before for held, note in zip(each.values, each.notes, strict=True)}
         self._seen: dict[int, object] = {}
         self._unknown: list[str] = []
         self.parameters: list[nn.Parameter] = []
-        roots = self._look_into(self._owners, known)
-        num_roots, small = -1, list[Any]()
+        roots = self._look_into(self._owners)
+        num_roots = -1
         # What modules hold may lead to others.
         while len(roots) != num_roots:
             num_roots = len(roots)
             if not self._modules.is_of([root for _, root in roots]):
                 self._modules = _Modules(roots)
-            entries = self._modules.inside()
-            small = [value for _, value in entries if _SmallContainers.takes(value)]
-            more = self._look_into((entry for entry in entries if not _SmallContainers.takes(entry[1])), known)
+            more = self._look_into(self._modules.inside())
             inside = set(map(id, self._modules.modules))
             roots += [(name, module) for name, module in more if id(module) not in inside]
-        self._small = _SmallContainers(small)
         self._seen.clear()
+        self._last.clear()
 
-    def _look_into(
-        self, found: Iterable[tuple[str, Any]], known: dict[tuple[int, _Kind], _Held]
-    ) -> list[tuple[str, nn.Module]]:
+    def _look_into(self, found: Iterable[tuple[str, Any]]) -> list[tuple[str, nn.Module]]:
         """Find what holds what. Returns the modules."""
         modules: list[tuple[str, nn.Module]] = []
         waiting = deque(found)
@@ -173,10 +179,11 @@ class AttributeSnapshots:
                 self._unknown.append(name)
                 continue
             for kind in kinds:
-                held = known.get((id(value), kind)) or _Held(name, value, kind)
+                alike = self._alike.get(kind) or _Alike(kind)
                 if kind is not _FIXED:
-                    self._held[id(value), kind] = held
-                waiting.extend((f"{name}.{each}".strip("."), inner) for each, inner in held.inside())
+                    self._alike[kind] = alike
+                inner = alike.add(name, value, self._last)
+                waiting.extend((f"{name}.{each}".strip("."), value) for each, value in inner)
         return modules
 
     def _kinds_here(self, name: str, value: Any, *, is_owner: bool) -> tuple[_Kind, ...] | None:
@@ -196,54 +203,75 @@ class AttributeSnapshots:
 
 
 class _Kind(NamedTuple):
-    # Gets what is held, and its last note or None; returns a copy.
-    read: Callable[[Any, Any], Any]
-    # Gets what is held, and a note that it is to be like again.
+    # Returns a copy of what is held.
+    read: Callable[[Any], Any]
+    # Gets what is held, and a copy that it is to be like again.
     write: Callable[[Any, Any], object]
-    # Whether what is in a note may change too: in a dictionary, or a list.
-    is_open: bool = False
+    # Returns what is in a copy and may change too: in a dictionary, or a list. None: nothing may.
+    inside: Callable[[Any], Iterable[Any]] | None = None
     # Returns what is read and written.
     of: Callable[[Any], Any] = lambda value: value
-    # Whether it has changed since a note and cannot be brought back.
-    is_lost: Callable[[Any, Any], bool] = lambda value, note: False
+    # In place of `read` where there is a copy of before.
+    read_again: Callable[[Any, Any], Any] | None = None
+    # Whether it has changed since a copy and cannot be brought back. None: it can.
+    is_lost: Callable[[Any, Any], bool] | None = None
 
 
-class _Held:
-    """One of the objects that may change. `note` is what it held when it was last looked at."""
+class _Alike:
+    """Objects of one kind. `notes` is what they held when they were last looked at; little of a look runs in Python."""
 
-    def __init__(self, name: str, owner: Any, kind: _Kind) -> None:
-        self.name = name
-        # The dictionary of its attributes does not keep it alive.
-        self._owner = owner
-        self._kind = kind
-        self.value = kind.of(owner)
-        self.note = kind.read(self.value, None)
-        self._changeable = self._changeable_now() if kind.is_open else []
+    def __init__(self, kind: _Kind, *, is_of_modules: bool = False) -> None:
+        self.kind = kind
+        self.is_of_modules = is_of_modules
+        self.names: list[str] = []
+        self.values: list[Any] = []
+        self.notes: list[Any] = []
+        # The dictionary of an object's attributes does not keep it alive.
+        self._owners: list[Any] = []
+        self._inside: list[Any] = []
+        self._changeable: list[Any] = []
+        self.lacks_some = False
 
-    def _changeable_now(self) -> list[Any]:
-        values = self.note.values() if type(self.note) is dict else self.note
-        return [] if _IS_ATOM.issuperset(map(type, values)) else [each for each in values if type(each) not in _IS_ATOM]
-
-    def looks_other(self) -> bool:
-        """Note what it holds now. Returns whether other objects that may change are in it than before."""
-        self.note = self._kind.read(self.value, self.note)
-        if not self._kind.is_open:
-            return False
-        before, self._changeable = self._changeable, self._changeable_now()
-        return len(before) != len(self._changeable) or not all(map(is_, before, self._changeable))
-
-    def inside(self) -> Sequence[tuple[Any, Any]]:
-        if not self._changeable:
+    def add(self, name: str, owner: Any, last: dict[int, Any]) -> Sequence[tuple[Any, Any]]:
+        """Note one more. Returns what is in it and may change too, by name."""
+        kind, value = self.kind, self.kind.of(owner)
+        is_known = kind.read_again is not None and id(value) in last
+        note = kind.read_again(value, last[id(value)]) if kind.read_again and is_known else kind.read(value)
+        self.names.append(name)
+        self._owners.append(owner)
+        self.values.append(value)
+        self.notes.append(note)
+        if kind.inside is None:
             return ()
-        named = self.note.items() if type(self.note) is dict else enumerate(self.note)
-        found = [(name, value) for name, value in named if type(value) not in _IS_ATOM and name not in _DATA]
+        self._inside += kind.inside(note)
+        named = note.items() if type(note) is dict else enumerate(note)
+        changeable = [(name, each) for name, each in named if type(each) not in _IS_ATOM]
+        self._changeable += [each for _, each in changeable]
+        found = [(name, each) for name, each in changeable if name not in _DATA]
         return found if len(found) <= _MOST_INSIDE else ()
 
-    def write(self, note: Any) -> None:
-        self._kind.write(self.value, note)
+    def looks_other(self) -> bool:
+        """Note what they hold now. Returns whether other objects that may change are in them than before."""
+        kind = self.kind
+        if kind.read_again is not None:
+            self.notes = list(map(kind.read_again, self.values, self.notes))
+        else:
+            try:
+                self.notes = list(map(kind.read, self.values))
+            except KeyError:
+                # An attribute is gone, and another one may have come.
+                self.lacks_some = True
+        if kind.inside is None:
+            return False
+        before, self._inside = self._inside, list(chain.from_iterable(map(kind.inside, self.notes)))
+        if _are_same(before, self._inside):
+            return False
+        then, self._changeable = self._changeable, [each for each in self._inside if type(each) not in _IS_ATOM]
+        return not _are_same(then, self._changeable)
 
-    def is_lost(self, note: Any) -> bool:
-        return self._kind.is_lost(self.value, note)
+
+def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now))
 
 
 @dataclass(slots=True)
@@ -282,7 +310,7 @@ class SavedTensor:
         self.version = self.tensor._version
 
 
-def _read_tensor(tensor: Tensor, last: SavedTensor | None) -> SavedTensor | None:
+def _read_tensor(tensor: Tensor, last: SavedTensor | None = None) -> SavedTensor | None:
     # Those of inference mode have no versions.
     if tensor.is_inference() or not is_plain(tensor):
         return None
@@ -316,53 +344,55 @@ def _put_settings_back(attributes: dict[str, Any], found: dict[str, Any]) -> Non
     attributes.update((name, value) for name, value in found.items() if type(value) in _IS_ATOM)
 
 
-def _parts_of(value: Any, last: object) -> Any:
+def _parts_of(value: Any) -> dict[Any, Any]:
     match value:
         case partial():
             return {"func": value.func, "args": value.args, "keywords": value.keywords}
         case MethodType():
             return {"": value.__self__}
         case _:
-            return list(value)
+            return dict(enumerate(value))
 
 
 def _hash_of(values: Any) -> int:
     return hash(values.tobytes())
 
 
-_DICT = _Kind(lambda value, last: dict(value), _put_entries_back, is_open=True)
+_DICT = _Kind(dict, _put_entries_back, inside=dict.values)
 _ATTRIBUTES = _DICT._replace(of=vars)
 # Numbers and words that are attributes of an object of a library.
-_SETTINGS = _Kind(lambda value, last: dict(value), _put_settings_back, of=vars)
-_SLOTS = _Kind(lambda value, last: value.read(), Slots.write, is_open=True, of=Slots)
-_ITEMS = _Kind(lambda value, last: list(value), _put_items_back, is_open=True)
+_SETTINGS = _Kind(dict, _put_settings_back, of=vars)
+_SLOTS = _Kind(Slots.read, Slots.write, inside=dict.values, of=Slots)
+_ITEMS = _Kind(list, _put_items_back, inside=iter)
 # A list whose entries stay as they are.
-_ROW = _ITEMS._replace(is_open=False)
-_NUMBERS = _Kind(lambda value, last: value[:], lambda value, note: value.__setitem__(slice(None), note))
+_ROW = _ITEMS._replace(inside=None)
+_NUMBERS = _Kind(itemgetter(slice(None)), lambda value, note: value.__setitem__(slice(None), note))
 _LENGTH = _Kind(
-    lambda value, last: len(value),
+    len,
     # A list that has grown is cut.
     lambda value, note: value.__delitem__(slice(note, None)) if isinstance(value, list) else None,
     is_lost=lambda value, note: len(value) < note if isinstance(value, list) else len(value) != note,
 )
 # It cannot change itself, but hold what can.
-_FIXED = _Kind(_parts_of, lambda value, note: None, is_open=True)
+_FIXED = _Kind(_parts_of, lambda value, note: None, inside=dict.values)
 _TENSOR = _Kind(
     _read_tensor,
     lambda value, note: note and note.restore(),
+    read_again=_read_tensor,
     is_lost=lambda value, note: note is not None and note.is_lost,
 )
 _ARRAY = _Kind(
     # The values of a large one are hashed once. Whether it has changed since is asked where memory has run out.
-    lambda value, last: value.copy() if value.nbytes <= _SMALL_BYTES else _hash_of(value) if last is None else last,
+    lambda value: value.copy() if value.nbytes <= _SMALL_BYTES else _hash_of(value),
     lambda value, note: value.__setitem__(..., note) if isinstance(note, np.ndarray) else None,
+    read_again=lambda value, last: value.copy() if value.nbytes <= _SMALL_BYTES else last,
     is_lost=lambda value, note: not isinstance(note, np.ndarray) and _hash_of(value) != note,
 )
-_TORCH_GENERATOR = _Kind(lambda value, last: value.get_state(), lambda value, note: value.set_state(note))
-_PYTHON_RANDOM = _Kind(lambda value, last: value.getstate(), lambda value, note: value.setstate(note))
-_OLD_NUMPY_RANDOM = _Kind(lambda value, last: value.get_state(legacy=False), lambda value, note: value.set_state(note))
+_TORCH_GENERATOR = _Kind(lambda value: value.get_state(), lambda value, note: value.set_state(note))
+_PYTHON_RANDOM = _Kind(lambda value: value.getstate(), lambda value, note: value.setstate(note))
+_OLD_NUMPY_RANDOM = _Kind(lambda value: value.get_state(legacy=False), lambda value, note: value.set_state(note))
 _NUMPY_RANDOM = _Kind(
-    lambda bits, last: bits.state,
+    lambda bits: bits.state,
     lambda bits, note: setattr(bits, "state", note),
     of=lambda value: getattr(value, "bit_generator", value),
 )
@@ -411,8 +441,7 @@ _LEFT = object()
 class _Modules:
     """Modules with all those inside: which there are, and their attributes but for `_STANDARD`, a plan's and functions.
 
-    One object for all of them, as there may be thousands: in each step their attributes are read by getters, those of
-    modules with the same names together, and little of it runs in Python.
+    There may be thousands: the attributes of those with the same names are read together, by one getter.
     """
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
@@ -431,21 +460,25 @@ class _Modules:
         self._all = [(path, vars(each), len(vars(each)), vars(each).keys() - _STANDARD) for path, each in owned]
         self._watched = [vars(each) for _, each in owned if _package(each) not in _OF_MANY]
         self._num_watched = list(map(len, self._watched))
-        self._is_stale = False
-        alike: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
+        alike: dict[tuple[str, ...], _Alike] = {}
         for path, each in owned:
             if own := _own_names(vars(each), vars(each), _package(each)):
                 # A getter of one name would return no tuple.
-                alike.setdefault(tuple(own if len(own) > 1 else own * 2), []).append((path, vars(each)))
-        self._getters = [itemgetter(*names) for names in alike]
-        self._places = [[attributes for _, attributes in each] for each in alike.values()]
-        self._names = [(*place, name) for names, each in alike.items() for place in each for name in names]
-        self.note = self._read()
-        self._changeable = self._changeable_now()
+                names = tuple(own if len(own) > 1 else own * 2)
+                kind = _Kind(itemgetter(*names), partial(_put_attributes_back, names), inside=iter)
+                alike.setdefault(names, _Alike(kind, is_of_modules=True)).add(path, vars(each), {})
+        self._names = list(alike)
+        self.alike = list(alike.values())
+
+    def inside(self) -> Iterator[tuple[str, Any]]:
+        """Yield what modules hold that may change, by name."""
+        for names, alike in zip(self._names, self.alike, strict=True):
+            for path, note in zip(alike.names, alike.notes, strict=True):
+                named = zip(names, note, strict=True)
+                yield from ((f"{path}.{name}".strip("."), each) for name, each in named if type(each) not in _IS_ATOM)
 
     def is_of(self, roots: Sequence[nn.Module]) -> bool:
-        is_same = len(roots) == len(self._roots) and all(map(is_, roots, self._roots))
-        return is_same and self._has_same_names() and self._is_current()
+        return _are_same(roots, self._roots) and self.has_same_names() and self._is_current()
 
     def looks_current(self) -> bool:
         """Whether as many modules are there; now and then, whether the same."""
@@ -464,9 +497,10 @@ class _Modules:
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._holders)))
 
-    def _has_same_names(self) -> bool:
-        # But for modules of which there are many.
-        return not self._is_stale and list(map(len, self._watched)) == self._num_watched
+    def has_same_names(self) -> bool:
+        # But for what modules get of which there are many.
+        is_whole = not any(alike.lacks_some for alike in self.alike)
+        return is_whole and list(map(len, self._watched)) == self._num_watched
 
     def names_of_new(self) -> list[str]:
         """Name the attributes of which nobody knows whether they came in the step or before it."""
@@ -478,38 +512,15 @@ class _Modules:
             for name in _own_names(attributes, attributes.keys() - known)
         ]
 
-    def _read(self) -> list[Any]:
-        try:
-            return list(chain.from_iterable(chain.from_iterable(map(map, self._getters, self._places))))
-        except KeyError:
-            # One is gone, and another one may have come.
-            self._is_stale = True
-            return []
-
-    def looks_other(self) -> bool:
-        before, self.note = self.note, self._read()
-        if not self._has_same_names():
-            return True
-        # Far from all of them are looked at one by one.
-        if all(map(is_, self.note, before)):
-            return False
-        then, self._changeable = self._changeable, self._changeable_now()
-        return len(then) != len(self._changeable) or not all(map(is_, then, self._changeable))
-
-    def _changeable_now(self) -> list[Any]:
-        return [each for each in self.note if type(each) not in _IS_ATOM]
-
-    def inside(self) -> list[tuple[str, Any]]:
-        named = zip(self._names, self.note, strict=True)
-        return [(f"{path}.{name}".strip("."), value) for (path, _, name), value in named if type(value) not in _IS_ATOM]
-
-    def write(self, note: list[Any]) -> None:
+    def drop_new(self) -> None:
+        """Take away the attributes that have come."""
         for _, attributes, _, known in self._all:
             for name in _own_names(attributes, attributes.keys() - known):
                 del attributes[name]
-        for (_, attributes, name), value in zip(self._names, note, strict=True):
-            if value is not _LEFT:
-                attributes[name] = value
+
+
+def _put_attributes_back(names: Sequence[str], attributes: dict[str, Any], found: Sequence[Any]) -> None:
+    attributes.update((name, value) for name, value in zip(names, found, strict=True) if value is not _LEFT)
 
 
 def _own_names(attributes: dict[str, Any], names: Iterable[str], package: str = "") -> list[str]:
@@ -529,42 +540,3 @@ def _package(module: nn.Module) -> str:
 
 def _is_large(value: Any) -> bool:
     return isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES
-
-
-class _SmallContainers:
-    """Dictionaries, lists and sets of numbers and the like that modules have: there may be thousands in a model."""
-
-    name = "modules"
-    value = None
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._all: list[list[Any]] = [[each for each in values if type(each) is kind] for kind in (dict, list, set)]
-        self.note = self._read()
-
-    @staticmethod
-    def takes(value: Any) -> bool:
-        if type(value) is dict:
-            value = value.values()
-        elif type(value) not in (list, set):
-            return False
-        return len(value) < _LONG and _IS_ATOM.issuperset(map(type, value))
-
-    def _read(self) -> list[list[Any]]:
-        return [[each.copy() for each in alike] for alike in self._all]
-
-    def looks_other(self) -> bool:
-        # Numbers are rarely others than before, and to compare costs less than to copy.
-        if self._all == self.note:
-            return False
-        self.note = self._read()
-        dicts, *others = self.note
-        values = chain.from_iterable(chain(map(dict.values, dicts), *others))
-        return not _IS_ATOM.issuperset(map(type, values))
-
-    def write(self, note: list[list[Any]]) -> None:
-        for container, noted in zip(chain(*self._all), chain(*note), strict=True):
-            container.clear()
-            (container.extend if type(container) is list else container.update)(noted)
-
-    def is_lost(self, note: object) -> bool:
-        return False

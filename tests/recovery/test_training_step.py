@@ -535,9 +535,9 @@ def nested(batch: list[dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
     [
         (
             {"make": WithTeacher},
-            r"weights have changed since its first micro-batch \(.*an average that forwards update",
+            r"weights have changed since it began \(.*an average that forwards update",
         ),
-        ({"kind": WithQueue}, "has written to large tensors that the Trainer holds: queue"),
+        ({"kind": WithQueue}, "has written to large tensors: queue"),
         (
             {"kind": WritesToInputs, "collate": nested, "remove_unused_columns": False},
             r"forward of step 2, with input_ids \(2, 8\), .* has written to its inputs: input_ids",
@@ -586,7 +586,7 @@ def test_weights_that_change_in_backward_are_not_stepped_twice(tmp_path: Path) -
 
     model = llama()
     model.lm_head.weight.register_post_accumulate_grad_hook(step)
-    with pytest.raises(OutOfMemoryError, match=r"cannot be undone: weights have changed since its first micro-batch"):
+    with pytest.raises(OutOfMemoryError, match=r"cannot be undone: weights have changed since it began"):
         trained(lambda: model, tmp_path, FailingOperators({1: [600]}), escalating())
 
 
