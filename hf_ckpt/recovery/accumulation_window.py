@@ -7,7 +7,7 @@ gradients are not kept at all, and buffers are cloned only where forwards are kn
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots, SavedTensor
+from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots
 from hf_ckpt.recovery.replay_proof import ReplayProof
+from hf_ckpt.recovery.saved_values import BUFFERS, SENT_BUFFERS, SavedTensor
 from hf_ckpt.regions.execution_state import RandomState
 
-# A buffer of more bytes, such as packed weights, is not copied to find out whether forwards change it.
-_LARGE_BYTES = 2**26
 # A gradient that nobody has set to None before the window is copied up to so many bytes.
 _COPIED_BYTES = 2**20
 
@@ -31,94 +30,6 @@ _version = attrgetter("_version")
 def one_of_each_device(model: nn.Module) -> list[Tensor]:
     """Return a parameter on each device of a model: they tell which generators there are."""
     return list({tensor.device: tensor for tensor in model.parameters()}.values())
-
-
-# --- Buffers. ---
-
-
-class Buffers:
-    """The buffers of modules, and which of them forwards change."""
-
-    def __init__(self, *, are_sent: bool = False) -> None:
-        # DistributedDataParallel writes to them, with the values that they have: only the first values tell, then.
-        self._are_sent = are_sent
-        self._first: SavedBuffers | None = None
-        self._modules: Sequence[nn.Module] = ()
-        self._holders: list[dict[str, Tensor | None]] = []
-        # The ids of dictionaries of which a buffer is known to change.
-        self._changing: set[int] | None = None
-
-    def of(self, modules: Sequence[nn.Module]) -> SavedBuffers:
-        if self._first is not None:
-            return self._first
-        if modules is not self._modules:
-            # Walking all modules in each micro-batch would take longer than all else.
-            self._modules, self._holders = modules, [module._buffers for module in modules if module._buffers]
-        saved = [
-            (holder, name, buffer if buffer is None else self._saved(holder, buffer))
-            for holder in self._holders
-            for name, buffer in holder.items()
-        ]
-        return SavedBuffers(saved, modules)
-
-    def _saved(self, holder: dict[str, Tensor | None], buffer: Tensor) -> SavedTensor:
-        copied: Tensor | None = None
-        if self._changing is None:
-            # Before the first micro-batch all but very large ones are copied to the host.
-            copied = buffer.detach().to("cpu", copy=True) if buffer.nbytes <= _LARGE_BYTES else None
-        elif id(holder) in self._changing:
-            copied = buffer.detach().clone()
-        return SavedTensor(buffer, buffer._version, copied)
-
-    def learn(self, saved: SavedBuffers) -> None:
-        """Find out, after the first micro-batch, which modules it has changed buffers of."""
-        if self._are_sent:
-            self._first = saved
-        elif self._changing is None:
-            # Kernels of normalization write running statistics past the versions of tensors.
-            self._changing = {id(holder) for holder, _, _ in saved.changed(or_written=True)}
-
-
-class SavedBuffers:
-    """The buffers of modules at one moment: the dictionaries that they are in, their names, and what they were."""
-
-    def __init__(
-        self, saved: list[tuple[dict[str, Tensor | None], str, SavedTensor | None]], modules: Sequence[nn.Module]
-    ) -> None:
-        self._saved = saved
-        self._modules = modules
-
-    def changed(self, *, or_written: bool = False) -> list[tuple[dict[str, Tensor | None], str, SavedTensor]]:
-        """Return those that are others, have other values, or of which there is no copy to tell."""
-        return [
-            (holder, name, each)
-            for holder, name, each in self._saved
-            if each is not None
-            and (holder.get(name) is not each.tensor or (or_written and each.is_written) or each.has_other_values)
-        ]
-
-    def with_other_values(self) -> list[str]:
-        """Return the names of those that have other values than they had, or of which there is no copy to tell."""
-        return [name for _, name, _ in self.changed()]
-
-    def describe_lost(self) -> str | None:
-        """Name those that were written to and of which there is no copy; None where there are none."""
-        lost = [name for _, name, each in self._saved if each is not None and each.is_lost]
-        if not lost:
-            return None
-        return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
-
-    def restore(self) -> None:
-        """Bring them back, and take those away that were not there."""
-        known = {(id(holder), name) for holder, name, _ in self._saved}
-        for module in self._modules:
-            for name in [name for name in module._buffers if (id(module._buffers), name) not in known]:
-                # Not from the dictionary alone: the module also lists those that are not to be saved.
-                delattr(module, name)
-        for holder, name, each in self._saved:
-            holder[name] = None if each is None else each.tensor
-            if each is not None:
-                each.restore()
 
 
 # --- Gradients. ---
@@ -245,7 +156,6 @@ class Beginning:
     """What things were like when a micro-batch, or a closure, began."""
 
     attributes: Attributes
-    buffers: SavedBuffers
     randomness: RandomState
     inputs: Sequence[tuple[str, Tensor]]
 
@@ -259,75 +169,7 @@ class Beginning:
     def fault(self) -> str | None:
         if written := [name for name, tensor, version in self._versions if tensor._version != version]:
             return f"it has written to its inputs: {', '.join(written)}"
-        return self.attributes.describe_lost() or self.buffers.describe_lost()
-
-
-class Beginnings:
-    """Notes what steps begin with.
-
-    Args:
-        model: that is trained.
-        owners: see `AttributeSnapshots`.
-        optimizer: which may step weights that are not the model's.
-        are_sent: whether DistributedDataParallel writes to buffers, with the values that they have.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        owners: Sequence[tuple[str, object]],
-        optimizer: Any = None,
-        *,
-        are_sent: bool = False,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._always = owners
-        self._beside: Sequence[tuple[str, object]] = ()
-        self._snapshots = AttributeSnapshots(*owners)
-        self.buffers = Buffers(are_sent=are_sent)
-        self._on_devices = one_of_each_device(model)
-        self._parameters: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-        self._modules: Sequence[nn.Module] = ()
-        self._stepped: list[int] = []
-
-    def look_beside(self, beside: Sequence[tuple[str, object]]) -> bool:
-        """Note these objects too from here on, by name, and no other ones. Returns whether they are others now."""
-        before, self._beside = self._beside, beside
-        if len(before) == len(beside) and all(one[1] is other[1] for one, other in zip(before, beside, strict=True)):
-            return False
-        self._snapshots = AttributeSnapshots(*self._always, *beside)
-        return True
-
-    def now(self, inputs: Sequence[tuple[str, Tensor]], *, is_later: bool = False) -> Beginning:
-        """Return what a micro-batch with these inputs begins with; `is_later` in its window."""
-        attributes = self._snapshots.now(is_later=is_later)
-        return Beginning(attributes, self.buffers.of(self._snapshots.modules), self.random_state(), inputs)
-
-    def random_state(self) -> RandomState:
-        return RandomState.of(*self._on_devices)
-
-    def names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        return [names.get(id(parameter), "of no module of the model") for parameter in parameters]
-
-    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return what a step may use, frozen ones too: what of the model, and what of others, such as of a loss.
-
-        Frozen ones may be trained later, or written to by a forward.
-        """
-        modules = self._snapshots.modules
-        # Asked each time: to load its state gives an optimizer other groups.
-        groups = getattr(self._optimizer, "param_groups", ())
-        stepped = list(chain.from_iterable(group["params"] for group in groups))
-        numbers = list(map(id, stepped))
-        if modules is not self._modules or numbers != self._stepped:
-            self._modules, self._stepped = modules, numbers
-            own = dict.fromkeys(self._model.parameters())
-            held = chain.from_iterable(module._parameters.values() for module in modules)
-            others = dict.fromkeys(chain(stepped, held, self._snapshots.parameters))
-            self._parameters = list(own), [each for each in others if each is not None and each not in own]
-        return self._parameters
+        return self.attributes.describe_lost()
 
 
 class Window:
@@ -336,39 +178,78 @@ class Window:
     Raises nothing: `fault` says why the window cannot be undone, if so.
 
     Args:
-        beginnings: notes them.
-        proof: holds its replay against it.
+        model: that is trained.
+        owners: see `AttributeSnapshots`.
+        optimizer: which may step weights that are not the model's.
         are_zeros: see `Gradients`. The Trainer has set the model's to None, which costs nothing here, or to zeros.
-        is_one_replay: whether its micro-batches run again together, so that those before one give what it begins with.
+        are_sent: whether DistributedDataParallel sends buffers and gradients: only the last micro-batch may run again.
+            Else they all do, so that those before one give what it begins with.
+
+    Attributes:
+        begun: the micro-batches.
+        proof: holds a replay against what ran before; None between steps.
     """
 
-    def __init__(self, beginnings: Beginnings, proof: ReplayProof, *, are_zeros: bool, is_one_replay: bool) -> None:
-        self.proof = proof
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Sequence[tuple[str, object]],
+        optimizer: Any = None,
+        *,
+        are_zeros: bool = False,
+        are_sent: bool = False,
+    ) -> None:
         self.begun: list[Beginning] = []
-        self._beginnings = beginnings
+        self.proof: ReplayProof | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._owners = owners
+        self._snapshots = AttributeSnapshots(*owners, buffers=SENT_BUFFERS if are_sent else BUFFERS)
+        self._on_devices = one_of_each_device(model)
         self._are_zeros = are_zeros
-        self._is_one_replay = is_one_replay
+        self._are_sent = are_sent
+        self._modules: Mapping[nn.Module, str] = {}
+        self._stepped: list[int] = []
+
+    def clear(self, proof: ReplayProof | None = None) -> None:
+        """A step begins, with its proof, or has ended."""
+        self.begun.clear()
+        self.proof = proof
+
+    def look_beside(self, others: Sequence[tuple[str, object]]) -> bool:
+        """Note these objects too from here on, by name. Returns whether they are others than before."""
+        return self._snapshots.look_into(*self._owners, *others)
 
     def begin(self, inputs: Sequence[tuple[str, Tensor]]) -> Beginning:
         """A micro-batch begins that was not there before, or a closure."""
-        beginning = self._beginnings.now(inputs, is_later=bool(self.begun))
+        attributes = self._snapshots.now(is_later=bool(self.begun))
         if not self.begun:
-            own, others = self._beginnings.parameters()
-            self._parameters = [*own, *others]
-            self._versions = list(map(_version, self._parameters))
+            self._find_parameters()
+            self._versions = list(map(_version, chain(self._own, self._others)))
             # Nobody need have set the gradients of others to None before the window.
-            self._gradients = (
-                Gradients(own, are_zeros=self._are_zeros),
-                Gradients(others, copied_bytes=_COPIED_BYTES),
-            )
-        elif self._is_one_replay:
-            beginning.attributes = beginning.attributes.without_large_tensors()
-        self.begun.append(beginning)
-        return beginning
+            others = Gradients(self._others, copied_bytes=_COPIED_BYTES)
+            self._gradients = Gradients(self._own, are_zeros=self._are_zeros), others
+        elif not self._are_sent:
+            attributes = attributes.without_large_tensors()
+        self.begun.append(Beginning(attributes, RandomState.of(*self._on_devices), inputs))
+        return self.begun[-1]
+
+    def _find_parameters(self) -> None:
+        """Find those of the model, and others, as of a loss. Frozen ones may be trained later, or written to."""
+        # Asked each time: to load its state gives an optimizer other groups.
+        groups = getattr(self._optimizer, "param_groups", ())
+        stepped = list(chain.from_iterable(group["params"] for group in groups))
+        modules, numbers = self._snapshots.modules, list(map(id, stepped))
+        if modules is not self._modules or numbers != self._stepped:
+            self._modules, self._stepped = modules, numbers
+            own = dict.fromkeys(self._model.parameters())
+            held = chain.from_iterable(module._parameters.values() for module in modules)
+            others = dict.fromkeys(chain(stepped, held, self._snapshots.parameters))
+            self._own, self._others = list(own), [each for each in others if each is not None and each not in own]
 
     @property
     def has_written_weights(self) -> bool:
-        return list(map(_version, self._parameters)) != self._versions
+        return list(map(_version, chain(self._own, self._others))) != self._versions
 
     def fault(self) -> str | None:
         """Return why the window cannot be undone; None if it can."""
@@ -391,11 +272,13 @@ class Window:
                 gradients.restore()
             # Casts of weights that the failed forward has left hold its graph.
             torch.clear_autocast_cache()
-        self.begun[number].buffers.restore()
         self.begun[number].restore()
 
-    def check_start(self, number: int = 0) -> None:
-        """Raise `PlanMismatchError` where it runs again and is not undone."""
+    def undo_and_check(self, number: int = 0) -> None:
+        """Do that, and raise `PlanMismatchError` where what runs again begins otherwise all the same."""
+        self.undo(number)
         new = [parameter for each in self._gradients for parameter in each.new()] if number == 0 else []
-        generators = self._beginnings.random_state().others_than(self.begun[number].randomness)
-        self.proof.check_start(generators, self._beginnings.names_of(new))
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        kept = [names.get(id(parameter), "of no module of the model") for parameter in new]
+        assert self.proof is not None, "a step runs"
+        self.proof.check_start(RandomState.of(*self._on_devices).others_than(self.begun[number].randomness), kept)

@@ -10,25 +10,32 @@ transformers, accelerate, peft and datasets, but for numbers and words, and of w
 
 from __future__ import annotations
 
-import io
-import random
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ckpt.regions.fingerprints import bytes_of, is_plain
-from hf_ckpt.regions.put_back import Slots, slot_names
+from hf_ckpt.recovery.saved_values import (
+    ATTRIBUTES,
+    DICT,
+    FIXED,
+    IS_ATOM,
+    ITEMS,
+    LENGTH,
+    NUMBERS,
+    ROW,
+    SMALL_BYTES,
+    Kind,
+    SavedBuffers,
+    kinds_of,
+)
 from hf_ckpt.upstream.peft import CONSTANT_IN_RUN
 from hf_ckpt.upstream.transformers import FUNCTION, IS_INITIALIZED
 
@@ -36,8 +43,6 @@ from hf_ckpt.upstream.transformers import FUNCTION, IS_INITIALIZED
 _LONG = 10_000
 # Where more entries than these of one container may change (rows of data), all are noted by reference.
 _MOST_INSIDE = 1000
-# A tensor or an array of up to so many bytes may count or record, and is copied.
-_SMALL_BYTES = 4096
 # Attributes of a Trainer that no step changes, and that may be long.
 _DATA = frozenset({"train_dataset", "eval_dataset"})
 # In a Trainer's state: grows with the run, by entries that stay as they are.
@@ -53,16 +58,6 @@ _OF_MANY = ("torch", "peft")
 # So many steps are between two looks at which modules there are. How many there are is looked at in each.
 _LOOKS = 16
 _MOST_NAMES = 4
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, np.generic)
-_IS_ATOM = frozenset((*_ATOMS, *np.sctypeDict.values()))
-# Packages into whose objects nobody looks, nor into those of classes derived from theirs: what a step changes of the
-# engine's is undone elsewhere, and what a thread works on cannot be.
-_OPAQUE = frozenset(
-    "torch transformers accelerate peft datasets tokenizers hf_ckpt logging threading concurrent multiprocessing "
-    "wandb mlflow comet_ml tensorboardX neptune clearml aim swanlab trackio tqdm ray".split()
-)
-# Of these numbers and words are noted all the same: a loss may anneal one in a config or in the arguments.
-_WITH_SETTINGS = frozenset({"torch", "transformers", "accelerate", "peft"})
 
 
 @dataclass
@@ -83,6 +78,11 @@ class Attributes:
         ]
         return Attributes(noted, self._modules, self._unknown)
 
+    def changed_buffers(self) -> list[str]:
+        """Name those that have other values than they had, or of which there is no copy to tell."""
+        found = [note for _, notes in self._noted for note in notes if isinstance(note, SavedBuffers)]
+        return [name for saved in found for name in saved.changed()]
+
     def restore(self) -> None:
         """Bring it back, each object with its own identity: others may hold it too."""
         self._modules.drop_new()
@@ -99,6 +99,8 @@ class Attributes:
             for name, value, note in zip(alike.names, alike.values, notes, strict=True)
             if alike.kind.is_lost(value, note)
         ]
+        if modules := [name for name, value in lost if isinstance(value, nn.Module)]:
+            return f"it has written to buffers that it left alone before: of {', '.join(modules[:_MOST_NAMES])}"
         if tensors := [name for name, value in lost if isinstance(value, Tensor)]:
             return f"it has written to large tensors: {', '.join(tensors[:_MOST_NAMES])}"
         if names := [*self._unknown, *(name for name, _ in lost), *self._modules.names_of_new()]:
@@ -111,29 +113,40 @@ class AttributeSnapshots:
 
     Args:
         owners: by the name that messages give them; each is looked into, of whatever class it is.
+        buffers: how those of modules are noted, `BUFFERS` or `SENT_BUFFERS`; None leaves them out.
 
     Attributes:
         parameters: those that are held outside of modules.
     """
 
-    def __init__(self, *owners: tuple[str, object]) -> None:
-        self._owners = owners
-        self._kinds: dict[type, tuple[_Kind, ...] | None] = {}
-        self._alike: dict[_Kind, _Alike] = {}
+    def __init__(self, *owners: tuple[str, object], buffers: Kind | None = None) -> None:
+        self._owners: Sequence[tuple[str, object]] = owners
+        self._buffers = buffers
+        self._kinds: dict[type, tuple[Kind, ...] | None] = {}
+        self._alike: dict[Kind, _Alike] = {}
         self._modules = _Modules([])
-        self._find()
+        self._is_found = False
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """Those among the owners and in what they hold, with all modules inside."""
-        return self._modules.modules
+    def modules(self) -> Mapping[nn.Module, str]:
+        """Those among the owners and in what they hold, with all modules inside, and their names."""
+        return self._modules.named
+
+    def look_into(self, *owners: tuple[str, object]) -> bool:
+        """Look into these owners from here on. Returns whether they are others than before."""
+        before, self._owners = self._owners, owners
+        if _are_same([owner for _, owner in before], [owner for _, owner in owners]):
+            return False
+        self._is_found = False
+        return True
 
     def now(self, *, is_later: bool = False) -> Attributes:
         """Return what they hold now; `is_later` in a step in which modules have been looked for already."""
         # All of them look, as each notes anew what it holds.
-        look_other = [alike.looks_other() for alike in self._every()]
+        look_other = [alike.looks_other() for alike in self._every()] if self._is_found else [True]
         if any(look_other) or not (self._modules.has_same_names() and (is_later or self._modules.looks_current())):
             self._find()
+            self._is_found = True
         return Attributes([(alike, alike.notes) for alike in self._every()], self._modules, self._unknown)
 
     def _every(self) -> list[_Alike]:
@@ -153,8 +166,12 @@ class AttributeSnapshots:
             if not self._modules.is_of([root for _, root in roots]):
                 self._modules = _Modules(roots)
             more = self._look_into(self._modules.inside())
-            inside = set(map(id, self._modules.modules))
-            roots += [(name, module) for name, module in more if id(module) not in inside]
+            roots += [(name, module) for name, module in more if module not in self.modules]
+        if self._buffers is not None:
+            self._alike[self._buffers] = _Alike(self._buffers)
+            for module, path in self.modules.items():
+                if module._buffers:
+                    self._alike[self._buffers].add(path, module, self._last)
         self._seen.clear()
         self._last.clear()
 
@@ -180,47 +197,29 @@ class AttributeSnapshots:
                 continue
             for kind in kinds:
                 alike = self._alike.get(kind) or _Alike(kind)
-                if kind is not _FIXED:
+                if kind is not FIXED:
                     self._alike[kind] = alike
                 inner = alike.add(name, value, self._last)
                 waiting.extend((f"{name}.{each}".strip("."), value) for each, value in inner)
         return modules
 
-    def _kinds_here(self, name: str, value: Any, *, is_owner: bool) -> tuple[_Kind, ...] | None:
+    def _kinds_here(self, name: str, value: Any, *, is_owner: bool) -> tuple[Kind, ...] | None:
         if type(value) not in self._kinds:
-            self._kinds[type(value)] = _kinds_of(value)
+            self._kinds[type(value)] = kinds_of(value)
         kinds = self._kinds[type(value)]
         if kinds is None:
             return None
         if is_owner:
-            return kinds if _ATTRIBUTES in kinds or not hasattr(value, "__dict__") else (*kinds, _ATTRIBUTES)
-        if kinds and kinds[0] in (_DICT, _ITEMS, _NUMBERS):
-            return (_LENGTH,) if len(value) >= _LONG else (_ROW,) if name.endswith(_LOG) else kinds
+            return kinds if ATTRIBUTES in kinds or not hasattr(value, "__dict__") else (*kinds, ATTRIBUTES)
+        if kinds and kinds[0] in (DICT, ITEMS, NUMBERS):
+            return (LENGTH,) if len(value) >= _LONG else (ROW,) if name.endswith(_LOG) else kinds
         return kinds
-
-
-# --- What may change, and how it is copied and brought back. ---
-
-
-class _Kind(NamedTuple):
-    # Returns a copy of what is held.
-    read: Callable[[Any], Any]
-    # Gets what is held, and a copy that it is to be like again.
-    write: Callable[[Any, Any], object]
-    # Returns what is in a copy and may change too: in a dictionary, or a list. None: nothing may.
-    inside: Callable[[Any], Iterable[Any]] | None = None
-    # Returns what is read and written.
-    of: Callable[[Any], Any] = lambda value: value
-    # In place of `read` where there is a copy of before.
-    read_again: Callable[[Any, Any], Any] | None = None
-    # Whether it has changed since a copy and cannot be brought back. None: it can.
-    is_lost: Callable[[Any, Any], bool] | None = None
 
 
 class _Alike:
     """Objects of one kind. `notes` is what they held when they were last looked at; little of a look runs in Python."""
 
-    def __init__(self, kind: _Kind, *, is_of_modules: bool = False) -> None:
+    def __init__(self, kind: Kind, *, is_of_modules: bool = False) -> None:
         self.kind = kind
         self.is_of_modules = is_of_modules
         self.names: list[str] = []
@@ -245,7 +244,7 @@ class _Alike:
             return ()
         self._inside += kind.inside(note)
         named = note.items() if type(note) is dict else enumerate(note)
-        changeable = [(name, each) for name, each in named if type(each) not in _IS_ATOM]
+        changeable = [(name, each) for name, each in named if type(each) not in IS_ATOM]
         self._changeable += [each for _, each in changeable]
         found = [(name, each) for name, each in changeable if name not in _DATA]
         return found if len(found) <= _MOST_INSIDE else ()
@@ -266,170 +265,12 @@ class _Alike:
         before, self._inside = self._inside, list(chain.from_iterable(map(kind.inside, self.notes)))
         if _are_same(before, self._inside):
             return False
-        then, self._changeable = self._changeable, [each for each in self._inside if type(each) not in _IS_ATOM]
+        then, self._changeable = self._changeable, [each for each in self._inside if type(each) not in IS_ATOM]
         return not _are_same(then, self._changeable)
 
 
 def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(before) == len(now) and all(map(is_, before, now))
-
-
-@dataclass(slots=True)
-class SavedTensor:
-    """A tensor at one moment. Without a `copy` it is only known whether it has been written to."""
-
-    tensor: Tensor
-    version: int
-    copy: Tensor | bytes | None = None
-
-    @property
-    def is_written(self) -> bool:
-        return self.tensor._version != self.version
-
-    @property
-    def is_lost(self) -> bool:
-        return self.copy is None and self.is_written
-
-    @property
-    def has_other_values(self) -> bool:
-        if self.copy is None:
-            return self.is_written
-        if isinstance(self.copy, bytes):
-            return bytes_of(self.tensor, _SMALL_BYTES) != self.copy
-        return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
-
-    def restore(self) -> None:
-        # Those who look at versions, as later micro-batches that have no copy, would take a write for a forward's.
-        if self.copy is None or not self.has_other_values:
-            return
-        copy = self.copy
-        if isinstance(copy, bytes):
-            copy = torch.frombuffer(bytearray(copy), dtype=self.tensor.dtype).view(self.tensor.shape)
-        with torch.no_grad():
-            self.tensor.copy_(copy)
-        self.version = self.tensor._version
-
-
-def _read_tensor(tensor: Tensor, last: SavedTensor | None = None) -> SavedTensor | None:
-    # Those of inference mode have no versions.
-    if tensor.is_inference() or not is_plain(tensor):
-        return None
-    copy: Tensor | bytes | None = None
-    if tensor.nbytes <= _SMALL_BYTES:
-        # Bytes show a write past the versions too.
-        copy = bytes_of(tensor, _SMALL_BYTES)
-        if copy is None:
-            is_known = last is not None and last.version == tensor._version
-            copy = last.copy if last is not None and is_known else tensor.detach().clone()
-    return SavedTensor(tensor, tensor._version, copy)
-
-
-def _put_entries_back(entries: dict[Any, Any], found: dict[Any, Any]) -> None:
-    now, then = (list(map(id, chain(each, each.values()))) for each in (entries, found))
-    if now != then:
-        # Not by methods of a subclass, such as a Counter's, which adds; an OrderedDict keeps more than a dict does.
-        methods: Any = OrderedDict if isinstance(entries, OrderedDict) else dict
-        methods.clear(entries)
-        methods.update(entries, found)
-
-
-def _put_items_back(items: Any, found: list[Any]) -> None:
-    items.clear()
-    (items.update if isinstance(items, set) else items.extend)(found)
-
-
-def _put_settings_back(attributes: dict[str, Any], found: dict[str, Any]) -> None:
-    for name in [name for name, value in attributes.items() if name not in found and type(value) in _IS_ATOM]:
-        del attributes[name]
-    attributes.update((name, value) for name, value in found.items() if type(value) in _IS_ATOM)
-
-
-def _parts_of(value: Any) -> dict[Any, Any]:
-    match value:
-        case partial():
-            return {"func": value.func, "args": value.args, "keywords": value.keywords}
-        case MethodType():
-            return {"": value.__self__}
-        case _:
-            return dict(enumerate(value))
-
-
-def _hash_of(values: Any) -> int:
-    return hash(values.tobytes())
-
-
-_DICT = _Kind(dict, _put_entries_back, inside=dict.values)
-_ATTRIBUTES = _DICT._replace(of=vars)
-# Numbers and words that are attributes of an object of a library.
-_SETTINGS = _Kind(dict, _put_settings_back, of=vars)
-_SLOTS = _Kind(Slots.read, Slots.write, inside=dict.values, of=Slots)
-_ITEMS = _Kind(list, _put_items_back, inside=iter)
-# A list whose entries stay as they are.
-_ROW = _ITEMS._replace(inside=None)
-_NUMBERS = _Kind(itemgetter(slice(None)), lambda value, note: value.__setitem__(slice(None), note))
-_LENGTH = _Kind(
-    len,
-    # A list that has grown is cut.
-    lambda value, note: value.__delitem__(slice(note, None)) if isinstance(value, list) else None,
-    is_lost=lambda value, note: len(value) < note if isinstance(value, list) else len(value) != note,
-)
-# It cannot change itself, but hold what can.
-_FIXED = _Kind(_parts_of, lambda value, note: None, inside=dict.values)
-_TENSOR = _Kind(
-    _read_tensor,
-    lambda value, note: note and note.restore(),
-    read_again=_read_tensor,
-    is_lost=lambda value, note: note is not None and note.is_lost,
-)
-_ARRAY = _Kind(
-    # The values of a large one are hashed once. Whether it has changed since is asked where memory has run out.
-    lambda value: value.copy() if value.nbytes <= _SMALL_BYTES else _hash_of(value),
-    lambda value, note: value.__setitem__(..., note) if isinstance(note, np.ndarray) else None,
-    read_again=lambda value, last: value.copy() if value.nbytes <= _SMALL_BYTES else last,
-    is_lost=lambda value, note: not isinstance(note, np.ndarray) and _hash_of(value) != note,
-)
-_TORCH_GENERATOR = _Kind(lambda value: value.get_state(), lambda value, note: value.set_state(note))
-_PYTHON_RANDOM = _Kind(lambda value: value.getstate(), lambda value, note: value.setstate(note))
-_OLD_NUMPY_RANDOM = _Kind(lambda value: value.get_state(legacy=False), lambda value, note: value.set_state(note))
-_NUMPY_RANDOM = _Kind(
-    lambda bits: bits.state,
-    lambda bits, note: setattr(bits, "state", note),
-    of=lambda value: getattr(value, "bit_generator", value),
-)
-_KINDS: tuple[tuple[Any, _Kind | None], ...] = (
-    (Tensor, _TENSOR),
-    (dict, _DICT),
-    ((list, deque, set, bytearray), _ITEMS),
-    ((tuple, frozenset, partial, MethodType), _FIXED),
-    (torch.Generator, _TORCH_GENERATOR),
-    # It has no state.
-    (random.SystemRandom, None),
-    (random.Random, _PYTHON_RANDOM),
-    (np.random.RandomState, _OLD_NUMPY_RANDOM),
-    ((np.random.Generator, np.random.BitGenerator), _NUMPY_RANDOM),
-    (np.ndarray, _ARRAY),
-    (array, _NUMBERS),
-)
-
-
-def _kinds_of(value: object) -> tuple[_Kind, ...] | None:
-    """Return what of the values of a class may change: nothing of one that is left alone. None: it cannot be told."""
-    cls = type(value)
-    # What is written to files is not undone. Arrays in files are data.
-    if isinstance(value, (*_ATOMS, ModuleType, io.IOBase, np.memmap)):
-        return ()
-    kind = next((kind for base, kind in _KINDS if isinstance(value, base)), None)
-    if kind is None and hasattr(cls, "__next__"):
-        # An iterator does not tell where it stands, and does not go back.
-        return None
-    found = () if kind is None else (kind,)
-    packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
-    if packages & _OPAQUE or kind is _FIXED:
-        # A mode or a hook that is derived from torch's watches the step from outside.
-        own = packages - {"torch"} | {cls.__module__.partition(".")[0]}
-        return (_SETTINGS,) if not found and own & _WITH_SETTINGS and hasattr(value, "__dict__") else found
-    slots = (_SLOTS,) if slot_names(cls) else ()
-    return (*found, *slots, _ATTRIBUTES) if hasattr(value, "__dict__") else (*found, *slots)
 
 
 # --- Modules. ---
@@ -450,10 +291,11 @@ class _Modules:
         for name, root in roots:
             for path, module in root.named_modules():
                 named.setdefault(module, f"{name}.{path}".strip("."))
-        self.modules = list(named)
+        self.named = named
         self._holders = [each._modules for each in named if each._modules or _package(each) not in _OF_MANY]
         self._num_children = list(map(len, self._holders))
         self._children = self._children_now()
+        self._with_buffers = {module for module in named if module._buffers}
         self._num_looks = 0
         # What wraps a model holds an engine.
         owned = [(path, each) for each, path in named.items() if not isinstance(each, DistributedDataParallel)]
@@ -465,7 +307,7 @@ class _Modules:
             if own := _own_names(vars(each), vars(each), _package(each)):
                 # A getter of one name would return no tuple.
                 names = tuple(own if len(own) > 1 else own * 2)
-                kind = _Kind(itemgetter(*names), partial(_put_attributes_back, names), inside=iter)
+                kind = Kind(itemgetter(*names), partial(_put_attributes_back, names), inside=iter)
                 alike.setdefault(names, _Alike(kind, is_of_modules=True)).add(path, vars(each), {})
         self._names = list(alike)
         self.alike = list(alike.values())
@@ -475,7 +317,7 @@ class _Modules:
         for names, alike in zip(self._names, self.alike, strict=True):
             for path, note in zip(alike.names, alike.notes, strict=True):
                 named = zip(names, note, strict=True)
-                yield from ((f"{path}.{name}".strip("."), each) for name, each in named if type(each) not in _IS_ATOM)
+                yield from ((f"{path}.{name}".strip("."), each) for name, each in named if type(each) not in IS_ATOM)
 
     def is_of(self, roots: Sequence[nn.Module]) -> bool:
         return _are_same(roots, self._roots) and self.has_same_names() and self._is_current()
@@ -513,10 +355,14 @@ class _Modules:
         ]
 
     def drop_new(self) -> None:
-        """Take away the attributes that have come."""
+        """Take away the attributes that have come, and the buffers of modules that had none."""
         for _, attributes, _, known in self._all:
             for name in _own_names(attributes, attributes.keys() - known):
                 del attributes[name]
+        for module in self.named:
+            if module._buffers and module not in self._with_buffers:
+                for name in list(module._buffers):
+                    delattr(module, name)
 
 
 def _put_attributes_back(names: Sequence[str], attributes: dict[str, Any], found: Sequence[Any]) -> None:
@@ -539,4 +385,4 @@ def _package(module: nn.Module) -> str:
 
 
 def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES
+    return isinstance(value, Tensor) and value.nbytes > SMALL_BYTES

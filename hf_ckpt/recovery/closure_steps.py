@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_ckpt.distributed import deepspeed, store
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.recovery.accumulation_window import Beginnings, Window, describe_inputs, nested_named_tensors
+from hf_ckpt.recovery.accumulation_window import Window, describe_inputs, nested_named_tensors
 from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
 from hf_ckpt.recovery.ladder import Ladder, Room, Rung, Size
 from hf_ckpt.recovery.out_of_memory import Failure
@@ -74,7 +74,7 @@ class ClosureSteps:
             logger.warning("applied.step() calls its closure once: %s. Running out of memory is an error.", why)
         self._model = model
         self._num_steps = 0
-        self._beginnings = Beginnings(model, [("", model)])
+        self._window = Window(model, [("", model)])
 
     @property
     def num_recovered(self) -> int:
@@ -108,10 +108,10 @@ class ClosureSteps:
         if inputs:
             escalation.stand_on(ladder.level_for(size))
         named = [(f"undo[{number}]", each) for number, each in enumerate(undo)]
-        self._beginnings.look_beside([*named, *trained_beside(closure)])
+        self._window.look_beside([*named, *trained_beside(closure)])
         proof = ReplayProof(f"Step {self._num_steps}", "forward", self._model.parameters, _TO_DO)
-        window = Window(self._beginnings, proof, are_zeros=False, is_one_replay=True)
-        beginning = window.begin(inputs)
+        self._window.clear(proof)
+        self._window.begin(inputs)
 
         def attempt() -> tuple[Any, Failed | None]:
             with _forwards_noted(self._model, proof, ladder):
@@ -119,8 +119,7 @@ class ClosureSteps:
             return returned, None if failure is None else Failed(failure, self._num_steps, size, shapes, planned)
 
         def run_again() -> tuple[Any, Failed | None]:
-            window.undo()
-            window.check_start()
+            self._window.undo_and_check()
             proof.begin_replay()
             returned, failed = attempt()
             if failed is None:
@@ -129,8 +128,8 @@ class ClosureSteps:
 
         returned, failed = attempt()
         if failed is not None:
-            returned = escalation.recover(failed, window.fault, run_again)
-        self._beginnings.buffers.learn(beginning.buffers)
+            returned = escalation.recover(failed, self._window.fault, run_again)
+        self._window.clear()
         ladder.passed(size, planned)
         ladder.end_step()
         return returned

@@ -24,8 +24,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.recovery.accumulation_window import (
-    Beginning,
-    Beginnings,
     Gradients,
     TrainerCall,
     Window,
@@ -102,7 +100,7 @@ class DataParallel:
 
     def fault(self, window: Window) -> str | None:
         """Return why a window cannot be run again by this process alone; None if it can."""
-        if written := window.begun[0].buffers.with_other_values():
+        if written := window.begun[0].attributes.changed_buffers():
             names = ", ".join(written[:4])
             return f"forwards change buffers ({names}), which DistributedDataParallel sends from process 0"
         if self._is_sending:
@@ -130,7 +128,6 @@ class _MicroBatch:
     call: TrainerCall
     inputs: Any
     size: Size
-    beginning: Beginning
     # As accelerate counts micro-batches.
     syncs_gradients: bool
     # To other processes.
@@ -158,10 +155,9 @@ class TrainingSteps:
         trainer = self._trainer
         owners: list[tuple[str, object]] = [("", trainer), ("state", trainer.state), ("model", self._model)]
         owners += [(type(counter).__name__, counter) for counter in self._counters]
-        is_alone = self._data_parallel is None
-        self._beginnings = Beginnings(self._model, owners, trainer.optimizer, are_sent=not is_alone)
+        are_sent = self._data_parallel is not None
+        self._window = Window(self._model, owners, trainer.optimizer, are_zeros=True, are_sent=are_sent)
         self._num_looks = 0
-        self._window: Window | None = None
         self._micro_batches: list[_MicroBatch] = []
         self._is_running = False
 
@@ -169,24 +165,26 @@ class TrainingSteps:
         self._escalation.begin_step()
         if self._num_looks < _LOOKS_BESIDE:
             self._num_looks += 1
-            self._beginnings.look_beside(trained_beside(self._trainer))
+            self._window.look_beside(trained_beside(self._trainer))
         # One that no optimizer step has ended goes on: the end of a stream may have cut it short.
-        has_begun = self._window is not None and bool(self._window.begun) and self._data_parallel is None
+        has_begun = bool(self._window.begun) and self._data_parallel is None
         if not (has_begun and any(parameter.grad is not None for parameter in self._model.parameters())):
             is_mixed = self._trainer.accelerator.mixed_precision != "no"
-            proof = ReplayProof(f"Step {self._step}", "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed)
-            is_alone = self._data_parallel is None
-            self._window = Window(self._beginnings, proof, are_zeros=True, is_one_replay=is_alone)
-            self._micro_batches.clear()
+            step = f"Step {self._step}"
+            self._clear(ReplayProof(step, "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed))
         if self._data_parallel is not None:
             self._data_parallel.begin_window()
+
+    def _clear(self, proof: ReplayProof | None = None) -> None:
+        self._window.clear(proof)
+        self._micro_batches.clear()
 
     def undo(self) -> bool:
         """Bring back what the step began with, for it to be saved. Returns whether that is so."""
         window = self._window
-        if window is None or not window.begun or window.has_written_weights:
+        if not window.begun or window.has_written_weights:
             return False
-        if self._data_parallel is not None and window.begun[0].buffers.with_other_values():
+        if self._data_parallel is not None and window.begun[0].attributes.changed_buffers():
             # What they were like is known of the run's first step only.
             return False
         window.undo()
@@ -194,8 +192,7 @@ class TrainingSteps:
 
     def end_step(self) -> None:
         """The weights have changed: the window cannot be undone any longer, and need not be."""
-        self._window = None
-        self._micro_batches.clear()
+        self._clear()
         self._escalation.ladder.end_step()
 
     def run(self, call: TrainerCall) -> Any:
@@ -205,31 +202,28 @@ class TrainingSteps:
             OutOfMemoryError: there is none, or the window cannot be undone.
             PlanMismatchError: what ran again was not the same computation.
         """
-        window, escalation = self._window, self._escalation
-        if window is None:
+        escalation = self._escalation
+        if self._window.proof is None:
             # Somebody runs a step by hand.
             return call()
-        micro_batch = self._begin(window, call)
+        micro_batch = self._begin(call)
         escalation.stand_on(escalation.ladder.level_for(micro_batch.size))
-        returned, failed = self._attempt(window, len(self._micro_batches) - 1, call)
+        returned, failed = self._attempt(self._window.proof, len(self._micro_batches) - 1, call)
         if failed is not None:
-            returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, window))
-        self._beginnings.buffers.learn(micro_batch.beginning.buffers)
+            returned = escalation.recover(failed, self._fault, partial(self._replay, self._window.proof))
         escalation.ladder.passed(micro_batch.size, self._batch)
         return returned
 
     def run_once(self, call: TrainerCall) -> Any:
         """Run a micro-batch that is not run again, and note what `undo` needs."""
-        micro_batch = None if self._window is None else self._begin(self._window, call)
-        returned = call()
-        if micro_batch is not None:
-            self._beginnings.buffers.learn(micro_batch.beginning.buffers)
-        return returned
+        if self._window.proof is not None:
+            self._begin(call)
+        return call()
 
     def note_loss(self, loss: Any) -> None:
         """The forward of the micro-batch that runs has ended: its backward begins."""
         # Somebody may run a backward by hand, between micro-batches.
-        if self._window is not None and self._is_running:
+        if self._window.proof is not None and self._is_running:
             self._window.proof.note_loss(loss)
 
     @property
@@ -240,7 +234,7 @@ class TrainingSteps:
     def _batch(self) -> Batch | None:
         return None if self._planning is None else self._planning.seen
 
-    def _begin(self, window: Window, call: TrainerCall) -> _MicroBatch:
+    def _begin(self, call: TrainerCall) -> _MicroBatch:
         others = self._data_parallel
         if others is not None:
             others.begin_micro_batch()
@@ -250,24 +244,24 @@ class TrainingSteps:
             # A step may take entries out of what it is given.
             copy.copy(call.inputs),
             Size.of(inputs),
-            window.begin(inputs),
             self._trainer.accelerator.gradient_state.sync_gradients,
             others is not None and others.syncs,
         )
+        self._window.begin(inputs)
         self._micro_batches.append(micro_batch)
         return micro_batch
 
-    def _attempt(self, window: Window, number: int, call: TrainerCall) -> tuple[Any, Failed | None]:
+    def _attempt(self, proof: ReplayProof, number: int, call: TrainerCall) -> tuple[Any, Failed | None]:
         """Run a micro-batch of the window, for the first time or again."""
 
         def proven() -> Any:
-            window.proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
+            proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
             self._is_running = True
             try:
                 returned = call()
             finally:
                 self._is_running = False
-            window.proof.end_micro_batch(returned)
+            proof.end_micro_batch(returned)
             return returned
 
         returned, failure = self._escalation.attempt(proven)
@@ -278,38 +272,34 @@ class TrainingSteps:
         examples = partial(describe_examples, self._trainer, number, inputs)
         return Failed(failure, self._step, micro_batch.size, describe_inputs(inputs), self._batch, examples)
 
-    def _fault(self, window: Window) -> str | None:
-        if fault := window.fault():
+    def _fault(self) -> str | None:
+        if fault := self._window.fault():
             return fault
-        if self._beginnings.look_beside(trained_beside(self._trainer)):
+        if self._window.look_beside(trained_beside(self._trainer)):
             return (
                 "modules or weights beside the model, of a loss, were made since the run began, and nothing noted them"
             )
-        return None if self._data_parallel is None else self._data_parallel.fault(window)
+        return None if self._data_parallel is None else self._data_parallel.fault(self._window)
 
-    def _replay(self, window: Window) -> tuple[Any, Failed | None]:
+    def _replay(self, proof: ReplayProof) -> tuple[Any, Failed | None]:
         """Run the window's micro-batches again, or the last one, until one fails."""
         gradient_state, others = self._trainer.accelerator.gradient_state, self._data_parallel
         syncs = gradient_state.sync_gradients
         first = 0 if others is None else others.begin_replay()
         returned: Any = None
-        window.proof.begin_replay(first)
+        proof.begin_replay(first)
         try:
             for number, micro_batch in enumerate(self._micro_batches[first:], first):
-                if number == first:
-                    window.undo(number)
-                else:
-                    micro_batch.beginning.restore()
-                window.check_start(number)
+                self._window.undo_and_check(number)
                 set_sync_gradients(gradient_state)(micro_batch.syncs_gradients)
                 if others is not None:
                     others.begin_again(syncs=micro_batch.sends_gradients)
                 if self._planning is not None:
                     self._planning.start_micro_batch_again()
-                returned, failed = self._attempt(window, number, micro_batch.again())
+                returned, failed = self._attempt(proof, number, micro_batch.again())
                 if failed is not None:
                     return None, failed
         finally:
             set_sync_gradients(gradient_state)(syncs)
-        window.proof.end_replay()
+        proof.end_replay()
         return returned, None

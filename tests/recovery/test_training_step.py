@@ -25,8 +25,9 @@ from transformers import Trainer, TrainingArguments
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import HostMemoryError, OtherProcessError, OutOfMemoryError
 from hf_ckpt.recovery import recovery
-from hf_ckpt.recovery.accumulation_window import Buffers
+from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
+from hf_ckpt.recovery.saved_values import SENT_BUFFERS
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
@@ -245,11 +246,11 @@ def test_what_a_module_notes_beside_its_buffers_is_brought_back(tmp_path: Path) 
 
 def test_under_ddp_a_buffer_that_is_another_one_is_seen() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
-    buffers, modules = Buffers(are_sent=True), list(model.modules())
-    buffers.learn(buffers.of(modules))
-    assert buffers.of(modules).with_other_values() == []
+    snapshots = AttributeSnapshots(("", model), buffers=SENT_BUFFERS)
+    for _ in range(2):
+        assert snapshots.now().changed_buffers() == []
     model[0].register_buffer("running_mean", torch.zeros(2))
-    assert buffers.of(modules).with_other_values() == ["running_mean"]
+    assert snapshots.now().changed_buffers() == ["running_mean"]
 
 
 class InOrder(PhasedTrainer):
