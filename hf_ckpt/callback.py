@@ -45,15 +45,23 @@ from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.structure.layers import is_sharded
 from hf_ckpt.structure.stored import ByModel
 from hf_ckpt.trainer import metrics
-from hf_ckpt.trainer.accelerates_checkpointing import hold_off_accelerates_checkpointing
 from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.folders import SaveWatch, checkpoint_folder, output_folder, resumed_folder
 from hf_ckpt.trainer.input_gradients import choose_input_gradients, switch_input_gradients
-from hf_ckpt.trainer.messages import Messages, say_who_governs
+from hf_ckpt.trainer.messages import Messages
+from hf_ckpt.trainer.overruled_checkpointing import hold_off_accelerates_checkpointing, say_who_governs
 from hf_ckpt.trainer.part import Part, Planning, PolicySource, load
-from hf_ckpt.trainer.parts import BatchLengths, CacheOff, PlanFile, Regions, StepProof
-from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan
-from hf_ckpt.trainer.training_run import TrainingRun
+from hf_ckpt.trainer.saved_files import (
+    PLAN_FILE,
+    PlanFile,
+    SavedFiles,
+    SaveWatch,
+    check_can_be_saved,
+    check_resumed_plan,
+    checkpoint_folder,
+    output_folder,
+    resumed_folder,
+)
+from hf_ckpt.trainer.training_run import BatchLengths, CacheOff, Regions, StepProof, TrainingRun
 from hf_ckpt.units import parse_budget
 from hf_ckpt.upstream.torch import is_out_of_memory
 

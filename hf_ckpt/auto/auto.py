@@ -48,9 +48,8 @@ from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.structure.layers import find_layers, is_sharded
 from hf_ckpt.structure.stored import ByModel
-from hf_ckpt.trainer.batch import Batch
+from hf_ckpt.trainer.batch import Batch, is_packing, largest_text_batch
 from hf_ckpt.trainer.input_gradients import choose_input_gradients, switch_input_gradients
-from hf_ckpt.trainer.largest_text_batch import is_packing, largest_text_batch
 from hf_ckpt.trainer.part import Planning, PolicySource
 from hf_ckpt.units import Budget
 

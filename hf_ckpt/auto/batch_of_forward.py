@@ -15,8 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.structure.attention_and_ffn import unwrapped
-from hf_ckpt.trainer.batch import LABELS, MASK, POSITIONS, TOKENS, Batch, batch_of, is_like_tokens, outline, with_values
-from hf_ckpt.trainer.largest_text_batch import innermost_collator, is_packing, parts_of
+from hf_ckpt.trainer.batch import (
+    LABELS,
+    MASK,
+    POSITIONS,
+    TOKENS,
+    Batch,
+    batch_of,
+    innermost_collator,
+    is_like_tokens,
+    is_packing,
+    outline,
+    parts_of,
+    with_values,
+)
 
 
 def batch_of_forward(

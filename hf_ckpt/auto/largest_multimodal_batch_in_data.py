@@ -25,8 +25,7 @@ from torch.utils.data import ConcatDataset, Subset
 from hf_ckpt.auto.batch_of_forward import batch_of_forward, forward_names, knows_labels, reads_text
 from hf_ckpt.auto.simulation_coverage import check_no_tensors_inside
 from hf_ckpt.simulation.isolation import random_states_kept
-from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.largest_text_batch import stored_columns
+from hf_ckpt.trainer.batch import Batch, stored_columns
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from hf_ckpt.auto.simulation_coverage import losses_of_its_own, refuse
 from hf_ckpt.simulation.constant_folding import has_values, raised_at
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
-from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.largest_text_batch import largest_text_batch
+from hf_ckpt.trainer.batch import Batch, largest_text_batch
 from hf_ckpt.trainer.other_models import other_models
 from hf_ckpt.upstream.trl import ADD_PRODUCT, BACKWARD_TILE, FORWARD_TILE, FUSED_HEAD
 

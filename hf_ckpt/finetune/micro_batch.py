@@ -25,8 +25,7 @@ from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, this_device
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.largest_text_batch import largest_text_batch
+from hf_ckpt.trainer.batch import Batch, largest_text_batch
 
 
 def choose_micro_batch(

@@ -25,8 +25,7 @@ from hf_ckpt.patch.frozen_weights import check_weights, handed_over, let_weights
 from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
-from hf_ckpt.patch.stack_patch import HANDLE, StackPatch
-from hf_ckpt.patch.switched_by_others import SwitchedByOthers
+from hf_ckpt.patch.stack_patch import HANDLE, StackPatch, SwitchedByOthers
 from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic, skip_in_training_forwards
 from hf_ckpt.policy.options import (
     ApplyOptions,

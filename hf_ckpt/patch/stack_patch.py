@@ -19,7 +19,6 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.instance_methods import run_all, set_method, take_off
 from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
-from hf_ckpt.patch.switched_by_others import SwitchedByOthers
 from hf_ckpt.patch.use_cache import SharedIndexCheck, Topic
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.arguments import is_cache
@@ -39,10 +38,12 @@ from hf_ckpt.upstream.transformers import (
     FLAG,
     FORWARD,
     FUNCTION,
+    INPUT_GRADIENTS,
     READS_CACHE_ONLY,
     SEAM_CODE,
     SEAM_METHOD,
     GradientCheckpointingLayer,
+    asks_for_input_gradients,
 )
 
 logger = logging.getLogger(__name__)
@@ -383,3 +384,45 @@ def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict
         patch.assert_in_force()
     else:
         patch.pause()
+
+
+# --- What others switch. ---
+
+# Others switch transformers' own checkpointing off and on during a plan, and take it to be on by the flag of the plan's
+# layers: trl does around its reference and generation.
+
+_NAMES = (FUNCTION, *INPUT_GRADIENTS)
+
+
+class SwitchedByOthers:
+    """The attributes and hooks of a model that such a switch changes, as they were found."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found = {module: {name: own(module, name) for name in _NAMES} for module in _marked(model)}
+        self._hooks = {key for module in model.modules() for key in _hooks_of(module)}
+
+    def take_off_hooks(self) -> None:
+        """Take off the hooks on embeddings that have come: each switch places one more."""
+        for module in self._model.modules():
+            for key in _hooks_of(module) - self._hooks:
+                del module._forward_hooks[key]
+
+    def remove(self) -> None:
+        """Put back what was found, where the function that recomputes is another one; asked once the plan's is off."""
+        # What has come since had none of them.
+        marked = {**dict.fromkeys(_marked(self._model), dict.fromkeys(_NAMES, Missing)), **self._found}
+        if all(own(module, FUNCTION) is found[FUNCTION] for module, found in marked.items()):
+            return
+        self.take_off_hooks()
+        for module, found in marked.items():
+            for name, value in found.items():
+                put_back(module, name, value)
+
+
+def _marked(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if not vars(module).keys().isdisjoint(_NAMES)]
+
+
+def _hooks_of(module: nn.Module) -> set[int]:
+    return {key for key, hook in module._forward_hooks.items() if asks_for_input_gradients(hook)}

@@ -6,9 +6,8 @@ gradients are not kept at all, and buffers are cloned only where forwards are kn
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -17,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.recovery.attribute_snapshots import Attributes, SavedTensor
-from hf_ckpt.recovery.ladder import Size
+from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots
 from hf_ckpt.recovery.replay_proof import ReplayProof
+from hf_ckpt.recovery.saved_values import BUFFERS, SENT_BUFFERS, SavedTensor
 from hf_ckpt.regions.execution_state import RandomState
 
-# A buffer of more bytes, such as packed weights, is not copied to find out whether forwards change it.
-_LARGE_BYTES = 2**26
 # A gradient that nobody has set to None before the window is copied up to so many bytes.
 _COPIED_BYTES = 2**20
 
@@ -35,190 +32,74 @@ def one_of_each_device(model: nn.Module) -> list[Tensor]:
     return list({tensor.device: tensor for tensor in model.parameters()}.values())
 
 
-# --- Buffers. ---
-
-
-class Buffers:
-    """The buffers of modules, and which of them forwards change."""
-
-    def __init__(self, *, are_sent: bool = False) -> None:
-        # DistributedDataParallel writes to them, with the values that they have: only the first values tell, then.
-        self._are_sent = are_sent
-        self._first: SavedBuffers | None = None
-        self._modules: Sequence[nn.Module] = ()
-        self._holders: list[dict[str, Tensor | None]] = []
-        # The ids of dictionaries of which a buffer is known to change.
-        self._changing: set[int] | None = None
-
-    def of(self, modules: Sequence[nn.Module]) -> SavedBuffers:
-        if self._first is not None:
-            return self._first
-        if modules is not self._modules:
-            # Walking all modules in each micro-batch would take longer than all else.
-            self._modules, self._holders = modules, [module._buffers for module in modules if module._buffers]
-        saved = [
-            (holder, name, buffer if buffer is None else self._saved(holder, buffer))
-            for holder in self._holders
-            for name, buffer in holder.items()
-        ]
-        return SavedBuffers(saved, modules)
-
-    def _saved(self, holder: dict[str, Tensor | None], buffer: Tensor) -> SavedTensor:
-        copied: Tensor | None = None
-        if self._changing is None:
-            # Before the first micro-batch all but very large ones are copied to the host.
-            copied = buffer.detach().to("cpu", copy=True) if buffer.nbytes <= _LARGE_BYTES else None
-        elif id(holder) in self._changing:
-            copied = buffer.detach().clone()
-        return SavedTensor(buffer, buffer._version, copied)
-
-    def learn(self, saved: SavedBuffers) -> None:
-        """Find out, after the first micro-batch, which modules it has changed buffers of."""
-        if self._are_sent:
-            self._first = saved
-        elif self._changing is None:
-            # Kernels of normalization write running statistics past the versions of tensors.
-            self._changing = {id(holder) for holder, _, _ in saved.changed(or_written=True)}
-
-
-class SavedBuffers:
-    """The buffers of modules at one moment: the dictionaries that they are in, their names, and what they were."""
-
-    def __init__(
-        self, saved: list[tuple[dict[str, Tensor | None], str, SavedTensor | None]], modules: Sequence[nn.Module]
-    ) -> None:
-        self._saved = saved
-        self._modules = modules
-
-    def changed(self, *, or_written: bool = False) -> list[tuple[dict[str, Tensor | None], str, SavedTensor]]:
-        """Return those that are others, have other values, or of which there is no copy to tell."""
-        return [
-            (holder, name, each)
-            for holder, name, each in self._saved
-            if each is not None
-            and (holder.get(name) is not each.tensor or (or_written and each.is_written) or each.has_other_values)
-        ]
-
-    def with_other_values(self) -> list[str]:
-        """Return the names of those that have other values than they had, or of which there is no copy to tell."""
-        return [name for _, name, _ in self.changed()]
-
-    def describe_lost(self) -> str | None:
-        """Name those that were written to and of which there is no copy; None where there are none."""
-        lost = [name for _, name, each in self._saved if each is not None and each.is_lost]
-        if not lost:
-            return None
-        return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
-
-    def restore(self) -> None:
-        """Bring them back, and take those away that were not there."""
-        known = {(id(holder), name) for holder, name, _ in self._saved}
-        for module in self._modules:
-            for name in [name for name in module._buffers if (id(module._buffers), name) not in known]:
-                # Not from the dictionary alone: the module also lists those that are not to be saved.
-                delattr(module, name)
-        for holder, name, each in self._saved:
-            holder[name] = None if each is None else each.tensor
-            if each is not None:
-                each.restore()
-
-
 # --- Gradients. ---
 
 
 class Gradients:
-    """Which gradients are there. They are not kept alive: whoever lets go of them frees them."""
+    """The gradients that are there. They are not kept alive, but for those that are copied.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._seen = [
-            (each, None, 0) if each.grad is None else (each, weakref.ref(each.grad), each.grad._version)
-            for each in parameters
-        ]
+    Args:
+        parameters: whose they are.
+        copied_bytes: those of up to so many bytes are copied.
+        are_zeros: somebody has set them to zeros, which can be brought back whatever their size. To see that they are
+            waits for the device. None of them may be lost.
+    """
 
-    def are_written(self) -> bool:
-        """Whether one that was there has been written to, and is there still."""
+    def __init__(self, parameters: Sequence[nn.Parameter], *, copied_bytes: int = 0, are_zeros: bool = False) -> None:
+        self._parameters = parameters
+        self._are_zeros = are_zeros
+        self._seen: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
+        self._copied: dict[nn.Parameter, SavedTensor] = {}
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if are_zeros and not gradient.any():
+                copied = gradient.new_zeros(()).expand_as(gradient)
+            elif gradient.nbytes <= copied_bytes:
+                copied = gradient.detach().clone()
+            else:
+                self._seen[parameter] = weakref.ref(gradient), gradient._version
+                continue
+            self._copied[parameter] = SavedTensor(gradient, gradient._version, copied)
+
+    def _is_same(self, parameter: nn.Parameter) -> bool:
+        was, version = self._seen.get(parameter, (None, 0))
+        gradient = parameter.grad
+        return was is not None and gradient is not None and was() is gradient and version == gradient._version
+
+    def are_lost(self) -> bool:
+        """Whether one of which there is no copy has been written to; or set to None, where zeros are expected."""
         return any(
-            each.grad is not None and was is not None and was() is each.grad and version != each.grad._version
-            for each, was, version in self._seen
+            not self._is_same(each) and (self._are_zeros or (each.grad is not None and was() is each.grad))
+            for each, (was, _) in self._seen.items()
         )
-
-    def is_changed(self) -> bool:
-        """Whether any is another one, has been written to, or is gone."""
-        return bool(self.new()) or any(each.grad is None and was is not None for each, was, _ in self._seen)
 
     def new(self) -> list[nn.Parameter]:
         """Return the parameters that have a gradient which was not there, or has been written to."""
-        return [
-            each
-            for each, was, version in self._seen
-            if each.grad is not None and (was is None or was() is not each.grad or version != each.grad._version)
-        ]
 
-    def drop_new(self) -> None:
-        for each, was, _ in self._seen:
-            if was is None or was() is not each.grad:
+        def is_new(parameter: nn.Parameter) -> bool:
+            if (saved := self._copied.get(parameter)) is not None:
+                return parameter.grad is not saved.tensor or saved.has_other_values
+            return not self._is_same(parameter)
+
+        return [each for each in self._parameters if each.grad is not None and is_new(each)]
+
+    def is_changed(self) -> bool:
+        """Whether any is another one, has been written to, or is gone."""
+        return bool(self.new()) or any(each.grad is None for each in (*self._seen, *self._copied))
+
+    def restore(self) -> None:
+        """Drop those that are new, and bring back what was copied."""
+        for each in self._parameters:
+            if each in self._copied:
+                each.grad = self._copied[each].tensor
+                self._copied[each].restore()
+            elif each.grad is not None and not (each in self._seen and self._seen[each][0]() is each.grad):
                 each.grad = None
 
 
-class GradientsOfOthers(Gradients):
-    """Those of parameters that are not the model's, as of a loss: nobody need have set them to None before the window.
-
-    Where they are there small ones are copied.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._copied = [
-            (each, SavedTensor(each.grad, each.grad._version, each.grad.detach().clone()))
-            for each in parameters
-            if each.grad is not None and each.grad.nbytes <= _COPIED_BYTES
-        ]
-        copied = {id(each) for each, _ in self._copied}
-        super().__init__([each for each in parameters if id(each) not in copied])
-
-    def fault(self) -> str | None:
-        if self.are_written():
-            return "it has added to large gradients that were there before, of weights that are not the model's"
-        return None
-
-    def restore(self) -> None:
-        self.drop_new()
-        for each, saved in self._copied:
-            each.grad = saved.tensor
-            saved.restore()
-
-    def new(self) -> list[nn.Parameter]:
-        others = (each for each, saved in self._copied if each.grad is not saved.tensor or saved.has_other_values)
-        return [*super().new(), *others]
-
-
-class StepParameters:
-    """The parameters that a step may use: frozen ones too, which may be trained later, or written to by a forward."""
-
-    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-        self._modules: Sequence[nn.Module] = ()
-        self._stepped: list[int] = []
-
-    def of(
-        self, modules: Sequence[nn.Module], loose: Sequence[nn.Parameter]
-    ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return those of the model, and the others: of its optimizer, of these modules or of none."""
-        # Asked each time: to load its state gives an optimizer other groups.
-        groups = getattr(self._optimizer, "param_groups", ())
-        stepped = list(chain.from_iterable(group["params"] for group in groups))
-        numbers = list(map(id, stepped))
-        if modules is not self._modules or numbers != self._stepped:
-            self._modules, self._stepped = modules, numbers
-            own = dict.fromkeys(self._model.parameters())
-            held = chain.from_iterable(module._parameters.values() for module in modules)
-            others = dict.fromkeys(chain(stepped, held, loose))
-            self._found = list(own), [each for each in others if each is not None and each not in own]
-        return self._found
-
-
-# --- The window. ---
+# --- Calls. ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,40 +125,6 @@ class TrainerCall:
         return replace(self, args=(self.args[0], inputs, *self.args[2:]))
 
 
-@dataclass
-class MicroBatch:
-    """One call of a Trainer's `training_step`, and what things were like when it began."""
-
-    call: TrainerCall
-    randomness: RandomState
-    attributes: Attributes
-    buffers: SavedBuffers
-    # As accelerate counts micro-batches.
-    syncs_gradients: bool
-    # To other processes.
-    sends_gradients: bool
-
-    def __post_init__(self) -> None:
-        named = list(nested_named_tensors(self.call.inputs))
-        self.size = Size.of(named)
-        self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
-        # A step may take entries out of what it is given.
-        self._inputs = copy.copy(self.call.inputs)
-
-    def again(self) -> TrainerCall:
-        return self.call.with_inputs(copy.copy(self._inputs))
-
-    def restore(self) -> None:
-        self.attributes.restore()
-        self.randomness.restore()
-
-    def fault(self) -> str | None:
-        if written := [name for name, tensor, version in self._versions if tensor._version != version]:
-            return f"the step has written to its inputs: {', '.join(written)}"
-        large = "the step has written to large tensors that the Trainer holds"
-        return self.attributes.describe_lost(large) or self.buffers.describe_lost()
-
-
 def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors among the inputs of a step, by name."""
     if isinstance(inputs, Mapping):
@@ -297,62 +144,141 @@ def nested_named_tensors(batch: Any, name: str = "input") -> Iterator[tuple[str,
 
 
 def describe_inputs(inputs: Any) -> str:
-    return describe_tensors(nested_named_tensors(inputs)) or "no tensors"
+    named = nested_named_tensors(inputs)
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named) or "no tensors"
 
 
-def describe_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
+# --- The window. ---
+
+
+@dataclass
+class Beginning:
+    """What things were like when a micro-batch, or a closure, began."""
+
+    attributes: Attributes
+    randomness: RandomState
+    inputs: Sequence[tuple[str, Tensor]]
+
+    def __post_init__(self) -> None:
+        self._versions = [(name, each, each._version) for name, each in self.inputs if not each.is_inference()]
+
+    def restore(self) -> None:
+        self.attributes.restore()
+        self.randomness.restore()
+
+    def fault(self) -> str | None:
+        if written := [name for name, tensor, version in self._versions if tensor._version != version]:
+            return f"it has written to its inputs: {', '.join(written)}"
+        return self.attributes.describe_lost()
 
 
 class Window:
-    """The micro-batches of one optimizer step that have begun, and what parameters were like before the first.
+    """The micro-batches of one optimizer step that have begun, or one closure, and what brings back their beginnings.
 
-    Raises nothing: `fault` says why the window cannot be undone, if so. `proof` holds its replay against it.
+    Raises nothing: `fault` says why the window cannot be undone, if so.
+
+    Args:
+        model: that is trained.
+        owners: see `AttributeSnapshots`.
+        optimizer: which may step weights that are not the model's.
+        are_zeros: see `Gradients`. The Trainer has set the model's to None, which costs nothing here, or to zeros.
+        are_sent: whether DistributedDataParallel sends buffers and gradients: only the last micro-batch may run again.
+            Else they all do, so that those before one give what it begins with.
+
+    Attributes:
+        begun: the micro-batches.
+        proof: holds a replay against what ran before; None between steps.
     """
 
-    def __init__(self, proof: ReplayProof) -> None:
-        self.micro_batches: list[MicroBatch] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Sequence[tuple[str, object]],
+        optimizer: Any = None,
+        *,
+        are_zeros: bool = False,
+        are_sent: bool = False,
+    ) -> None:
+        self.begun: list[Beginning] = []
+        self.proof: ReplayProof | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._owners = owners
+        self._snapshots = AttributeSnapshots(*owners, buffers=SENT_BUFFERS if are_sent else BUFFERS)
+        self._on_devices = one_of_each_device(model)
+        self._are_zeros = are_zeros
+        self._are_sent = are_sent
+        self._modules: Mapping[nn.Module, str] = {}
+        self._stepped: list[int] = []
+
+    def clear(self, proof: ReplayProof | None = None) -> None:
+        """A step begins, with its proof, or has ended."""
+        self.begun.clear()
         self.proof = proof
 
-    def begin(self, parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
-        """Its first micro-batch begins; `others` are parameters that are not the model's, as of a loss."""
-        self._parameters, self._others = parameters, others
-        self._versions = list(map(_version, chain(parameters, others)))
-        # The Trainer has set the model's gradients to None, which costs nothing here, or to zeros. To see that they are
-        # zeros waits for the device.
-        self._zeros = [parameter for parameter in parameters if parameter.grad is not None]
-        self._has_gradients = any(bool(p.grad.any()) for p in self._zeros if p.grad is not None)
-        self._gradients_of_others = GradientsOfOthers(others)
+    def look_beside(self, others: Sequence[tuple[str, object]]) -> bool:
+        """Note these objects too from here on, by name. Returns whether they are others than before."""
+        return self._snapshots.look_into(*self._owners, *others)
+
+    def begin(self, inputs: Sequence[tuple[str, Tensor]]) -> Beginning:
+        """A micro-batch begins that was not there before, or a closure."""
+        attributes = self._snapshots.now(is_later=bool(self.begun))
+        if not self.begun:
+            self._find_parameters()
+            self._versions = list(map(_version, chain(self._own, self._others)))
+            # Nobody need have set the gradients of others to None before the window.
+            others = Gradients(self._others, copied_bytes=_COPIED_BYTES)
+            self._gradients = Gradients(self._own, are_zeros=self._are_zeros), others
+        elif not self._are_sent:
+            attributes = attributes.without_large_tensors()
+        self.begun.append(Beginning(attributes, RandomState.of(*self._on_devices), inputs))
+        return self.begun[-1]
+
+    def _find_parameters(self) -> None:
+        """Find those of the model, and others, as of a loss. Frozen ones may be trained later, or written to."""
+        # Asked each time: to load its state gives an optimizer other groups.
+        groups = getattr(self._optimizer, "param_groups", ())
+        stepped = list(chain.from_iterable(group["params"] for group in groups))
+        modules, numbers = self._snapshots.modules, list(map(id, stepped))
+        if modules is not self._modules or numbers != self._stepped:
+            self._modules, self._stepped = modules, numbers
+            own = dict.fromkeys(self._model.parameters())
+            held = chain.from_iterable(module._parameters.values() for module in modules)
+            others = dict.fromkeys(chain(stepped, held, self._snapshots.parameters))
+            self._own, self._others = list(own), [each for each in others if each is not None and each not in own]
 
     @property
     def has_written_weights(self) -> bool:
-        return list(map(_version, chain(self._parameters, self._others))) != self._versions
+        return list(map(_version, chain(self._own, self._others))) != self._versions
 
     def fault(self) -> str | None:
         """Return why the window cannot be undone; None if it can."""
-        if self._has_gradients:
-            return "there were gradients before its first micro-batch, which nothing keeps"
-        if fault := self._gradients_of_others.fault():
-            return fault
+        if any(each.are_lost() for each in self._gradients):
+            return (
+                "it has added to gradients that were there before, or set them to zero in place, and nothing keeps "
+                "those: optimizer.zero_grad() sets them to None"
+            )
         if self.has_written_weights:
             return (
-                "weights have changed since its first micro-batch (an optimizer that steps in backward, or an average "
-                "that forwards update?)"
+                "weights have changed since it began (an optimizer that steps in backward, or before the end of "
+                "applied.step(), or an average that forwards update?)"
             )
-        return next(filter(None, (each.fault() for each in self.micro_batches)), None)
+        return next(filter(None, (each.fault() for each in self.begun)), None)
 
-    def undo(self) -> None:
-        """Bring gradients and buffers back to what they were before the first micro-batch."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        for parameter in self._zeros:
-            parameter.grad = torch.zeros_like(parameter)
-        self._gradients_of_others.restore()
-        if self.micro_batches:
-            self.micro_batches[0].buffers.restore()
+    def undo(self, number: int = 0) -> None:
+        """Bring back what the micro-batch with this number began with; with the first one gradients too."""
+        if number == 0:
+            for gradients in self._gradients:
+                gradients.restore()
+            # Casts of weights that the failed forward has left hold its graph.
+            torch.clear_autocast_cache()
+        self.begun[number].restore()
 
-    def kept_gradients(self) -> list[nn.Parameter]:
-        """Return the parameters that have a gradient that the first micro-batch did not begin with."""
-        zeros = set(map(id, self._zeros))
-        kept = [p for p in self._parameters if p.grad is not None and (id(p) not in zeros or bool(p.grad.any()))]
-        return [*kept, *self._gradients_of_others.new()]
+    def undo_and_check(self, number: int = 0) -> None:
+        """Do that, and raise `PlanMismatchError` where what runs again begins otherwise all the same."""
+        self.undo(number)
+        new = [parameter for each in self._gradients for parameter in each.new()] if number == 0 else []
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        kept = [names.get(id(parameter), "of no module of the model") for parameter in new]
+        assert self.proof is not None, "a step runs"
+        self.proof.check_start(RandomState.of(*self._on_devices).others_than(self.begun[number].randomness), kept)

@@ -10,25 +10,32 @@ transformers, accelerate, peft and datasets, but for numbers and words, and of w
 
 from __future__ import annotations
 
-import io
-import random
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ckpt.regions.fingerprints import bytes_of, is_plain
-from hf_ckpt.regions.put_back import Slots, slot_names
+from hf_ckpt.recovery.saved_values import (
+    ATTRIBUTES,
+    DICT,
+    FIXED,
+    IS_ATOM,
+    ITEMS,
+    LENGTH,
+    NUMBERS,
+    ROW,
+    SMALL_BYTES,
+    Kind,
+    SavedBuffers,
+    kinds_of,
+)
 from hf_ckpt.upstream.peft import CONSTANT_IN_RUN
 from hf_ckpt.upstream.transformers import FUNCTION, IS_INITIALIZED
 
@@ -36,8 +43,6 @@ from hf_ckpt.upstream.transformers import FUNCTION, IS_INITIALIZED
 _LONG = 10_000
 # Where more entries than these of one container may change (rows of data), all are noted by reference.
 _MOST_INSIDE = 1000
-# A tensor or an array of up to so many bytes may count or record, and is copied.
-_SMALL_BYTES = 4096
 # Attributes of a Trainer that no step changes, and that may be long.
 _DATA = frozenset({"train_dataset", "eval_dataset"})
 # In a Trainer's state: grows with the run, by entries that stay as they are.
@@ -53,46 +58,52 @@ _OF_MANY = ("torch", "peft")
 # So many steps are between two looks at which modules there are. How many there are is looked at in each.
 _LOOKS = 16
 _MOST_NAMES = 4
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, np.generic)
-_IS_ATOM = frozenset((*_ATOMS, *np.sctypeDict.values()))
-# Packages into whose objects nobody looks, nor into those of classes derived from theirs: what a step changes of the
-# engine's is undone elsewhere, and what a thread works on cannot be.
-_OPAQUE = frozenset(
-    "torch transformers accelerate peft datasets tokenizers hf_ckpt logging threading concurrent multiprocessing "
-    "wandb mlflow comet_ml tensorboardX neptune clearml aim swanlab trackio tqdm ray".split()
-)
-# Of these numbers and words are noted all the same: a loss may anneal one in a config or in the arguments.
-_WITH_SETTINGS = frozenset({"torch", "transformers", "accelerate", "peft"})
 
 
 @dataclass
 class Attributes:
     """What some objects held at one moment. See `AttributeSnapshots`."""
 
-    _noted: Sequence[tuple[_Held | _SmallContainers, Any]]
+    _noted: list[tuple[_Alike, list[Any]]]
     _modules: _Modules
-    _in_modules: list[Any]
     _unknown: list[str]
 
     def without_large_tensors(self) -> Attributes:
         """Return the same, but for large tensors that modules hold: they are left as they are."""
-        in_modules = self._in_modules
-        if any(map(_is_large, in_modules)):
-            in_modules = [_LEFT if _is_large(value) else value for value in in_modules]
-        return Attributes(self._noted, self._modules, in_modules, self._unknown)
+        noted = [
+            (alike, [tuple(_LEFT if _is_large(each) else each for each in note) for note in notes])
+            if alike.is_of_modules and any(map(_is_large, chain.from_iterable(notes)))
+            else (alike, notes)
+            for alike, notes in self._noted
+        ]
+        return Attributes(noted, self._modules, self._unknown)
+
+    def changed_buffers(self) -> list[str]:
+        """Name those that have other values than they had, or of which there is no copy to tell."""
+        found = [note for _, notes in self._noted for note in notes if isinstance(note, SavedBuffers)]
+        return [name for saved in found for name in saved.changed()]
 
     def restore(self) -> None:
         """Bring it back, each object with its own identity: others may hold it too."""
-        for held, note in self._noted:
-            held.write(note)
-        self._modules.write(self._in_modules)
+        self._modules.drop_new()
+        for alike, notes in self._noted:
+            for value, note in zip(alike.values, notes, strict=True):
+                alike.kind.write(value, note)
 
-    def describe_lost(self, large: str) -> str | None:
-        """Say what has changed, or may have, and cannot be brought back; None if nothing. `large`: of large tensors."""
-        lost = [held for held, note in self._noted if held.is_lost(note)]
-        if tensors := [held.name for held in lost if isinstance(held.value, Tensor)]:
-            return f"{large}: {', '.join(tensors[:_MOST_NAMES])}"
-        if names := [*self._unknown, *(held.name for held in lost), *self._modules.names_of_new()]:
+    def describe_lost(self) -> str | None:
+        """Say what has changed, or may have, and cannot be brought back; None if nothing."""
+        lost = [
+            (name, value)
+            for alike, notes in self._noted
+            if alike.kind.is_lost is not None
+            for name, value, note in zip(alike.names, alike.values, notes, strict=True)
+            if alike.kind.is_lost(value, note)
+        ]
+        if modules := [name for name, value in lost if isinstance(value, nn.Module)]:
+            return f"it has written to buffers that it left alone before: of {', '.join(modules[:_MOST_NAMES])}"
+        if tensors := [name for name, value in lost if isinstance(value, Tensor)]:
+            return f"it has written to large tensors: {', '.join(tensors[:_MOST_NAMES])}"
+        if names := [*self._unknown, *(name for name, _ in lost), *self._modules.names_of_new()]:
             return f"nothing brings back {', '.join(names[:_MOST_NAMES])} (an iterator, too large to be copied, or new)"
         return None if self._modules.has_same_children() else "modules have come or gone in it"
 
@@ -102,57 +113,69 @@ class AttributeSnapshots:
 
     Args:
         owners: by the name that messages give them; each is looked into, of whatever class it is.
+        buffers: how those of modules are noted, `BUFFERS` or `SENT_BUFFERS`; None leaves them out.
 
     Attributes:
         parameters: those that are held outside of modules.
     """
 
-    def __init__(self, *owners: tuple[str, object]) -> None:
-        self._owners = owners
-        self._kinds: dict[type, tuple[_Kind, ...] | None] = {}
-        self._held: dict[tuple[int, _Kind], _Held] = {}
+    def __init__(self, *owners: tuple[str, object], buffers: Kind | None = None) -> None:
+        self._owners: Sequence[tuple[str, object]] = owners
+        self._buffers = buffers
+        self._kinds: dict[type, tuple[Kind, ...] | None] = {}
+        self._alike: dict[Kind, _Alike] = {}
         self._modules = _Modules([])
-        self._find()
+        self._is_found = False
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """Those among the owners and in what they hold, with all modules inside."""
-        return self._modules.modules
+    def modules(self) -> Mapping[nn.Module, str]:
+        """Those among the owners and in what they hold, with all modules inside, and their names."""
+        return self._modules.named
+
+    def look_into(self, *owners: tuple[str, object]) -> bool:
+        """Look into these owners from here on. Returns whether they are others than before."""
+        before, self._owners = self._owners, owners
+        if _are_same([owner for _, owner in before], [owner for _, owner in owners]):
+            return False
+        self._is_found = False
+        return True
 
     def now(self, *, is_later: bool = False) -> Attributes:
         """Return what they hold now; `is_later` in a step in which modules have been looked for already."""
-        every: list[_Held | _SmallContainers] = [*self._held.values(), self._small]
         # All of them look, as each notes anew what it holds.
-        look_other = [each.looks_other() for each in every] + [self._modules.looks_other()]
-        if any(look_other) or not (is_later or self._modules.looks_current()):
+        look_other = [alike.looks_other() for alike in self._every()] if self._is_found else [True]
+        if any(look_other) or not (self._modules.has_same_names() and (is_later or self._modules.looks_current())):
             self._find()
-            every = [*self._held.values(), self._small]
-        noted = [(each, each.note) for each in every]
-        return Attributes(noted, self._modules, self._modules.note, self._unknown)
+            self._is_found = True
+        return Attributes([(alike, alike.notes) for alike in self._every()], self._modules, self._unknown)
+
+    def _every(self) -> list[_Alike]:
+        return [*self._alike.values(), *self._modules.alike]
 
     def _find(self) -> None:
-        known, self._held = self._held, {}
+        before, self._alike = list(self._alike.values()), {}
+        self._last = {id(held): note for each in before for held, note in zip(each.values, each.notes, strict=True)}
         self._seen: dict[int, object] = {}
         self._unknown: list[str] = []
         self.parameters: list[nn.Parameter] = []
-        roots = self._look_into(self._owners, known)
-        num_roots, small = -1, list[Any]()
+        roots = self._look_into(self._owners)
+        num_roots = -1
         # What modules hold may lead to others.
         while len(roots) != num_roots:
             num_roots = len(roots)
             if not self._modules.is_of([root for _, root in roots]):
                 self._modules = _Modules(roots)
-            entries = self._modules.inside()
-            small = [value for _, value in entries if _SmallContainers.takes(value)]
-            more = self._look_into((entry for entry in entries if not _SmallContainers.takes(entry[1])), known)
-            inside = set(map(id, self._modules.modules))
-            roots += [(name, module) for name, module in more if id(module) not in inside]
-        self._small = _SmallContainers(small)
+            more = self._look_into(self._modules.inside())
+            roots += [(name, module) for name, module in more if module not in self.modules]
+        if self._buffers is not None:
+            self._alike[self._buffers] = _Alike(self._buffers)
+            for module, path in self.modules.items():
+                if module._buffers:
+                    self._alike[self._buffers].add(path, module, self._last)
         self._seen.clear()
+        self._last.clear()
 
-    def _look_into(
-        self, found: Iterable[tuple[str, Any]], known: dict[tuple[int, _Kind], _Held]
-    ) -> list[tuple[str, nn.Module]]:
+    def _look_into(self, found: Iterable[tuple[str, Any]]) -> list[tuple[str, nn.Module]]:
         """Find what holds what. Returns the modules."""
         modules: list[tuple[str, nn.Module]] = []
         waiting = deque(found)
@@ -173,233 +196,81 @@ class AttributeSnapshots:
                 self._unknown.append(name)
                 continue
             for kind in kinds:
-                held = known.get((id(value), kind)) or _Held(name, value, kind)
-                if kind is not _FIXED:
-                    self._held[id(value), kind] = held
-                waiting.extend((f"{name}.{each}".strip("."), inner) for each, inner in held.inside())
+                alike = self._alike.get(kind) or _Alike(kind)
+                if kind is not FIXED:
+                    self._alike[kind] = alike
+                inner = alike.add(name, value, self._last)
+                waiting.extend((f"{name}.{each}".strip("."), value) for each, value in inner)
         return modules
 
-    def _kinds_here(self, name: str, value: Any, *, is_owner: bool) -> tuple[_Kind, ...] | None:
+    def _kinds_here(self, name: str, value: Any, *, is_owner: bool) -> tuple[Kind, ...] | None:
         if type(value) not in self._kinds:
-            self._kinds[type(value)] = _kinds_of(value)
+            self._kinds[type(value)] = kinds_of(value)
         kinds = self._kinds[type(value)]
         if kinds is None:
             return None
         if is_owner:
-            return kinds if _ATTRIBUTES in kinds or not hasattr(value, "__dict__") else (*kinds, _ATTRIBUTES)
-        if kinds and kinds[0] in (_DICT, _ITEMS, _NUMBERS):
-            return (_LENGTH,) if len(value) >= _LONG else (_ROW,) if name.endswith(_LOG) else kinds
+            return kinds if ATTRIBUTES in kinds or not hasattr(value, "__dict__") else (*kinds, ATTRIBUTES)
+        if kinds and kinds[0] in (DICT, ITEMS, NUMBERS):
+            return (LENGTH,) if len(value) >= _LONG else (ROW,) if name.endswith(_LOG) else kinds
         return kinds
 
 
-# --- What may change, and how it is copied and brought back. ---
+class _Alike:
+    """Objects of one kind. `notes` is what they held when they were last looked at; little of a look runs in Python."""
 
+    def __init__(self, kind: Kind, *, is_of_modules: bool = False) -> None:
+        self.kind = kind
+        self.is_of_modules = is_of_modules
+        self.names: list[str] = []
+        self.values: list[Any] = []
+        self.notes: list[Any] = []
+        # The dictionary of an object's attributes does not keep it alive.
+        self._owners: list[Any] = []
+        self._inside: list[Any] = []
+        self._changeable: list[Any] = []
+        self.lacks_some = False
 
-class _Kind(NamedTuple):
-    # Gets what is held, and its last note or None; returns a copy.
-    read: Callable[[Any, Any], Any]
-    # Gets what is held, and a note that it is to be like again.
-    write: Callable[[Any, Any], object]
-    # Whether what is in a note may change too: in a dictionary, or a list.
-    is_open: bool = False
-    # Returns what is read and written.
-    of: Callable[[Any], Any] = lambda value: value
-    # Whether it has changed since a note and cannot be brought back.
-    is_lost: Callable[[Any, Any], bool] = lambda value, note: False
-
-
-class _Held:
-    """One of the objects that may change. `note` is what it held when it was last looked at."""
-
-    def __init__(self, name: str, owner: Any, kind: _Kind) -> None:
-        self.name = name
-        # The dictionary of its attributes does not keep it alive.
-        self._owner = owner
-        self._kind = kind
-        self.value = kind.of(owner)
-        self.note = kind.read(self.value, None)
-        self._changeable = self._changeable_now() if kind.is_open else []
-
-    def _changeable_now(self) -> list[Any]:
-        values = self.note.values() if type(self.note) is dict else self.note
-        return [] if _IS_ATOM.issuperset(map(type, values)) else [each for each in values if type(each) not in _IS_ATOM]
-
-    def looks_other(self) -> bool:
-        """Note what it holds now. Returns whether other objects that may change are in it than before."""
-        self.note = self._kind.read(self.value, self.note)
-        if not self._kind.is_open:
-            return False
-        before, self._changeable = self._changeable, self._changeable_now()
-        return len(before) != len(self._changeable) or not all(map(is_, before, self._changeable))
-
-    def inside(self) -> Sequence[tuple[Any, Any]]:
-        if not self._changeable:
+    def add(self, name: str, owner: Any, last: dict[int, Any]) -> Sequence[tuple[Any, Any]]:
+        """Note one more. Returns what is in it and may change too, by name."""
+        kind, value = self.kind, self.kind.of(owner)
+        is_known = kind.read_again is not None and id(value) in last
+        note = kind.read_again(value, last[id(value)]) if kind.read_again and is_known else kind.read(value)
+        self.names.append(name)
+        self._owners.append(owner)
+        self.values.append(value)
+        self.notes.append(note)
+        if kind.inside is None:
             return ()
-        named = self.note.items() if type(self.note) is dict else enumerate(self.note)
-        found = [(name, value) for name, value in named if type(value) not in _IS_ATOM and name not in _DATA]
+        self._inside += kind.inside(note)
+        named = note.items() if type(note) is dict else enumerate(note)
+        changeable = [(name, each) for name, each in named if type(each) not in IS_ATOM]
+        self._changeable += [each for _, each in changeable]
+        found = [(name, each) for name, each in changeable if name not in _DATA]
         return found if len(found) <= _MOST_INSIDE else ()
 
-    def write(self, note: Any) -> None:
-        self._kind.write(self.value, note)
-
-    def is_lost(self, note: Any) -> bool:
-        return self._kind.is_lost(self.value, note)
-
-
-@dataclass(slots=True)
-class SavedTensor:
-    """A tensor at one moment. Without a `copy` it is only known whether it has been written to."""
-
-    tensor: Tensor
-    version: int
-    copy: Tensor | bytes | None = None
-
-    @property
-    def is_written(self) -> bool:
-        return self.tensor._version != self.version
-
-    @property
-    def is_lost(self) -> bool:
-        return self.copy is None and self.is_written
-
-    @property
-    def has_other_values(self) -> bool:
-        if self.copy is None:
-            return self.is_written
-        if isinstance(self.copy, bytes):
-            return bytes_of(self.tensor, _SMALL_BYTES) != self.copy
-        return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
-
-    def restore(self) -> None:
-        # Those who look at versions, as later micro-batches that have no copy, would take a write for a forward's.
-        if self.copy is None or not self.has_other_values:
-            return
-        copy = self.copy
-        if isinstance(copy, bytes):
-            copy = torch.frombuffer(bytearray(copy), dtype=self.tensor.dtype).view(self.tensor.shape)
-        with torch.no_grad():
-            self.tensor.copy_(copy)
-        self.version = self.tensor._version
+    def looks_other(self) -> bool:
+        """Note what they hold now. Returns whether other objects that may change are in them than before."""
+        kind = self.kind
+        if kind.read_again is not None:
+            self.notes = list(map(kind.read_again, self.values, self.notes))
+        else:
+            try:
+                self.notes = list(map(kind.read, self.values))
+            except KeyError:
+                # An attribute is gone, and another one may have come.
+                self.lacks_some = True
+        if kind.inside is None:
+            return False
+        before, self._inside = self._inside, list(chain.from_iterable(map(kind.inside, self.notes)))
+        if _are_same(before, self._inside):
+            return False
+        then, self._changeable = self._changeable, [each for each in self._inside if type(each) not in IS_ATOM]
+        return not _are_same(then, self._changeable)
 
 
-def _read_tensor(tensor: Tensor, last: SavedTensor | None) -> SavedTensor | None:
-    # Those of inference mode have no versions.
-    if tensor.is_inference() or not is_plain(tensor):
-        return None
-    copy: Tensor | bytes | None = None
-    if tensor.nbytes <= _SMALL_BYTES:
-        # Bytes show a write past the versions too.
-        copy = bytes_of(tensor, _SMALL_BYTES)
-        if copy is None:
-            is_known = last is not None and last.version == tensor._version
-            copy = last.copy if last is not None and is_known else tensor.detach().clone()
-    return SavedTensor(tensor, tensor._version, copy)
-
-
-def _put_entries_back(entries: dict[Any, Any], found: dict[Any, Any]) -> None:
-    now, then = (list(map(id, chain(each, each.values()))) for each in (entries, found))
-    if now != then:
-        # Not by methods of a subclass, such as a Counter's, which adds; an OrderedDict keeps more than a dict does.
-        methods: Any = OrderedDict if isinstance(entries, OrderedDict) else dict
-        methods.clear(entries)
-        methods.update(entries, found)
-
-
-def _put_items_back(items: Any, found: list[Any]) -> None:
-    items.clear()
-    (items.update if isinstance(items, set) else items.extend)(found)
-
-
-def _put_settings_back(attributes: dict[str, Any], found: dict[str, Any]) -> None:
-    for name in [name for name, value in attributes.items() if name not in found and type(value) in _IS_ATOM]:
-        del attributes[name]
-    attributes.update((name, value) for name, value in found.items() if type(value) in _IS_ATOM)
-
-
-def _parts_of(value: Any, last: object) -> Any:
-    match value:
-        case partial():
-            return {"func": value.func, "args": value.args, "keywords": value.keywords}
-        case MethodType():
-            return {"": value.__self__}
-        case _:
-            return list(value)
-
-
-def _hash_of(values: Any) -> int:
-    return hash(values.tobytes())
-
-
-_DICT = _Kind(lambda value, last: dict(value), _put_entries_back, is_open=True)
-_ATTRIBUTES = _DICT._replace(of=vars)
-# Numbers and words that are attributes of an object of a library.
-_SETTINGS = _Kind(lambda value, last: dict(value), _put_settings_back, of=vars)
-_SLOTS = _Kind(lambda value, last: value.read(), Slots.write, is_open=True, of=Slots)
-_ITEMS = _Kind(lambda value, last: list(value), _put_items_back, is_open=True)
-# A list whose entries stay as they are.
-_ROW = _ITEMS._replace(is_open=False)
-_NUMBERS = _Kind(lambda value, last: value[:], lambda value, note: value.__setitem__(slice(None), note))
-_LENGTH = _Kind(
-    lambda value, last: len(value),
-    # A list that has grown is cut.
-    lambda value, note: value.__delitem__(slice(note, None)) if isinstance(value, list) else None,
-    is_lost=lambda value, note: len(value) < note if isinstance(value, list) else len(value) != note,
-)
-# It cannot change itself, but hold what can.
-_FIXED = _Kind(_parts_of, lambda value, note: None, is_open=True)
-_TENSOR = _Kind(
-    _read_tensor,
-    lambda value, note: note and note.restore(),
-    is_lost=lambda value, note: note is not None and note.is_lost,
-)
-_ARRAY = _Kind(
-    # The values of a large one are hashed once. Whether it has changed since is asked where memory has run out.
-    lambda value, last: value.copy() if value.nbytes <= _SMALL_BYTES else _hash_of(value) if last is None else last,
-    lambda value, note: value.__setitem__(..., note) if isinstance(note, np.ndarray) else None,
-    is_lost=lambda value, note: not isinstance(note, np.ndarray) and _hash_of(value) != note,
-)
-_TORCH_GENERATOR = _Kind(lambda value, last: value.get_state(), lambda value, note: value.set_state(note))
-_PYTHON_RANDOM = _Kind(lambda value, last: value.getstate(), lambda value, note: value.setstate(note))
-_OLD_NUMPY_RANDOM = _Kind(lambda value, last: value.get_state(legacy=False), lambda value, note: value.set_state(note))
-_NUMPY_RANDOM = _Kind(
-    lambda bits, last: bits.state,
-    lambda bits, note: setattr(bits, "state", note),
-    of=lambda value: getattr(value, "bit_generator", value),
-)
-_KINDS: tuple[tuple[Any, _Kind | None], ...] = (
-    (Tensor, _TENSOR),
-    (dict, _DICT),
-    ((list, deque, set, bytearray), _ITEMS),
-    ((tuple, frozenset, partial, MethodType), _FIXED),
-    (torch.Generator, _TORCH_GENERATOR),
-    # It has no state.
-    (random.SystemRandom, None),
-    (random.Random, _PYTHON_RANDOM),
-    (np.random.RandomState, _OLD_NUMPY_RANDOM),
-    ((np.random.Generator, np.random.BitGenerator), _NUMPY_RANDOM),
-    (np.ndarray, _ARRAY),
-    (array, _NUMBERS),
-)
-
-
-def _kinds_of(value: object) -> tuple[_Kind, ...] | None:
-    """Return what of the values of a class may change: nothing of one that is left alone. None: it cannot be told."""
-    cls = type(value)
-    # What is written to files is not undone. Arrays in files are data.
-    if isinstance(value, (*_ATOMS, ModuleType, io.IOBase, np.memmap)):
-        return ()
-    kind = next((kind for base, kind in _KINDS if isinstance(value, base)), None)
-    if kind is None and hasattr(cls, "__next__"):
-        # An iterator does not tell where it stands, and does not go back.
-        return None
-    found = () if kind is None else (kind,)
-    packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
-    if packages & _OPAQUE or kind is _FIXED:
-        # A mode or a hook that is derived from torch's watches the step from outside.
-        own = packages - {"torch"} | {cls.__module__.partition(".")[0]}
-        return (_SETTINGS,) if not found and own & _WITH_SETTINGS and hasattr(value, "__dict__") else found
-    slots = (_SLOTS,) if slot_names(cls) else ()
-    return (*found, *slots, _ATTRIBUTES) if hasattr(value, "__dict__") else (*found, *slots)
+def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now))
 
 
 # --- Modules. ---
@@ -411,8 +282,7 @@ _LEFT = object()
 class _Modules:
     """Modules with all those inside: which there are, and their attributes but for `_STANDARD`, a plan's and functions.
 
-    One object for all of them, as there may be thousands: in each step their attributes are read by getters, those of
-    modules with the same names together, and little of it runs in Python.
+    There may be thousands: the attributes of those with the same names are read together, by one getter.
     """
 
     def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
@@ -421,31 +291,36 @@ class _Modules:
         for name, root in roots:
             for path, module in root.named_modules():
                 named.setdefault(module, f"{name}.{path}".strip("."))
-        self.modules = list(named)
+        self.named = named
         self._holders = [each._modules for each in named if each._modules or _package(each) not in _OF_MANY]
         self._num_children = list(map(len, self._holders))
         self._children = self._children_now()
+        self._with_buffers = {module for module in named if module._buffers}
         self._num_looks = 0
         # What wraps a model holds an engine.
         owned = [(path, each) for each, path in named.items() if not isinstance(each, DistributedDataParallel)]
         self._all = [(path, vars(each), len(vars(each)), vars(each).keys() - _STANDARD) for path, each in owned]
         self._watched = [vars(each) for _, each in owned if _package(each) not in _OF_MANY]
         self._num_watched = list(map(len, self._watched))
-        self._is_stale = False
-        alike: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
+        alike: dict[tuple[str, ...], _Alike] = {}
         for path, each in owned:
             if own := _own_names(vars(each), vars(each), _package(each)):
                 # A getter of one name would return no tuple.
-                alike.setdefault(tuple(own if len(own) > 1 else own * 2), []).append((path, vars(each)))
-        self._getters = [itemgetter(*names) for names in alike]
-        self._places = [[attributes for _, attributes in each] for each in alike.values()]
-        self._names = [(*place, name) for names, each in alike.items() for place in each for name in names]
-        self.note = self._read()
-        self._changeable = self._changeable_now()
+                names = tuple(own if len(own) > 1 else own * 2)
+                kind = Kind(itemgetter(*names), partial(_put_attributes_back, names), inside=iter)
+                alike.setdefault(names, _Alike(kind, is_of_modules=True)).add(path, vars(each), {})
+        self._names = list(alike)
+        self.alike = list(alike.values())
+
+    def inside(self) -> Iterator[tuple[str, Any]]:
+        """Yield what modules hold that may change, by name."""
+        for names, alike in zip(self._names, self.alike, strict=True):
+            for path, note in zip(alike.names, alike.notes, strict=True):
+                named = zip(names, note, strict=True)
+                yield from ((f"{path}.{name}".strip("."), each) for name, each in named if type(each) not in IS_ATOM)
 
     def is_of(self, roots: Sequence[nn.Module]) -> bool:
-        is_same = len(roots) == len(self._roots) and all(map(is_, roots, self._roots))
-        return is_same and self._has_same_names() and self._is_current()
+        return _are_same(roots, self._roots) and self.has_same_names() and self._is_current()
 
     def looks_current(self) -> bool:
         """Whether as many modules are there; now and then, whether the same."""
@@ -464,9 +339,10 @@ class _Modules:
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._holders)))
 
-    def _has_same_names(self) -> bool:
-        # But for modules of which there are many.
-        return not self._is_stale and list(map(len, self._watched)) == self._num_watched
+    def has_same_names(self) -> bool:
+        # But for what modules get of which there are many.
+        is_whole = not any(alike.lacks_some for alike in self.alike)
+        return is_whole and list(map(len, self._watched)) == self._num_watched
 
     def names_of_new(self) -> list[str]:
         """Name the attributes of which nobody knows whether they came in the step or before it."""
@@ -478,38 +354,19 @@ class _Modules:
             for name in _own_names(attributes, attributes.keys() - known)
         ]
 
-    def _read(self) -> list[Any]:
-        try:
-            return list(chain.from_iterable(chain.from_iterable(map(map, self._getters, self._places))))
-        except KeyError:
-            # One is gone, and another one may have come.
-            self._is_stale = True
-            return []
-
-    def looks_other(self) -> bool:
-        before, self.note = self.note, self._read()
-        if not self._has_same_names():
-            return True
-        # Far from all of them are looked at one by one.
-        if all(map(is_, self.note, before)):
-            return False
-        then, self._changeable = self._changeable, self._changeable_now()
-        return len(then) != len(self._changeable) or not all(map(is_, then, self._changeable))
-
-    def _changeable_now(self) -> list[Any]:
-        return [each for each in self.note if type(each) not in _IS_ATOM]
-
-    def inside(self) -> list[tuple[str, Any]]:
-        named = zip(self._names, self.note, strict=True)
-        return [(f"{path}.{name}".strip("."), value) for (path, _, name), value in named if type(value) not in _IS_ATOM]
-
-    def write(self, note: list[Any]) -> None:
+    def drop_new(self) -> None:
+        """Take away the attributes that have come, and the buffers of modules that had none."""
         for _, attributes, _, known in self._all:
             for name in _own_names(attributes, attributes.keys() - known):
                 del attributes[name]
-        for (_, attributes, name), value in zip(self._names, note, strict=True):
-            if value is not _LEFT:
-                attributes[name] = value
+        for module in self.named:
+            if module._buffers and module not in self._with_buffers:
+                for name in list(module._buffers):
+                    delattr(module, name)
+
+
+def _put_attributes_back(names: Sequence[str], attributes: dict[str, Any], found: Sequence[Any]) -> None:
+    attributes.update((name, value) for name, value in zip(names, found, strict=True) if value is not _LEFT)
 
 
 def _own_names(attributes: dict[str, Any], names: Iterable[str], package: str = "") -> list[str]:
@@ -528,43 +385,4 @@ def _package(module: nn.Module) -> str:
 
 
 def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.nbytes > _SMALL_BYTES
-
-
-class _SmallContainers:
-    """Dictionaries, lists and sets of numbers and the like that modules have: there may be thousands in a model."""
-
-    name = "modules"
-    value = None
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._all: list[list[Any]] = [[each for each in values if type(each) is kind] for kind in (dict, list, set)]
-        self.note = self._read()
-
-    @staticmethod
-    def takes(value: Any) -> bool:
-        if type(value) is dict:
-            value = value.values()
-        elif type(value) not in (list, set):
-            return False
-        return len(value) < _LONG and _IS_ATOM.issuperset(map(type, value))
-
-    def _read(self) -> list[list[Any]]:
-        return [[each.copy() for each in alike] for alike in self._all]
-
-    def looks_other(self) -> bool:
-        # Numbers are rarely others than before, and to compare costs less than to copy.
-        if self._all == self.note:
-            return False
-        self.note = self._read()
-        dicts, *others = self.note
-        values = chain.from_iterable(chain(map(dict.values, dicts), *others))
-        return not _IS_ATOM.issuperset(map(type, values))
-
-    def write(self, note: list[list[Any]]) -> None:
-        for container, noted in zip(chain(*self._all), chain(*note), strict=True):
-            container.clear()
-            (container.extend if type(container) is list else container.update)(noted)
-
-    def is_lost(self, note: object) -> bool:
-        return False
+    return isinstance(value, Tensor) and value.nbytes > SMALL_BYTES

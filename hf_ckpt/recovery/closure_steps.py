@@ -9,32 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.distributed import deepspeed, store
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.recovery.accumulation_window import (
-    Buffers,
-    Gradients,
-    GradientsOfOthers,
-    SavedBuffers,
-    StepParameters,
-    describe_tensors,
-    nested_named_tensors,
-    one_of_each_device,
-)
-from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots
+from hf_ckpt.recovery.accumulation_window import Window, describe_inputs, nested_named_tensors
 from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
 from hf_ckpt.recovery.ladder import Ladder, Room, Rung, Size
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
-from hf_ckpt.regions.execution_state import RandomState, is_compiled
+from hf_ckpt.recovery.replay_proof import ReplayProof
+from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.structure.layers import is_sharded
 from hf_ckpt.trainer.batch import batch_of
 from hf_ckpt.trainer.device_peak import DevicePeak
@@ -46,7 +35,6 @@ logger = logging.getLogger(__name__)
 _TO_DO = (
     "Keep it as an attribute of a module of the model, or name its owner in `undo`; draw batches before the closure."
 )
-_version = attrgetter("_version")
 
 
 class ClosureSteps:
@@ -86,11 +74,7 @@ class ClosureSteps:
             logger.warning("applied.step() calls its closure once: %s. Running out of memory is an error.", why)
         self._model = model
         self._num_steps = 0
-        self._buffers = Buffers()
-        self._undo: Sequence[object] = ()
-        self._snapshots = AttributeSnapshots(("", model))
-        self._parameters = StepParameters(model)
-        self._on_devices = one_of_each_device(model)
+        self._window = Window(model, [("", model)])
 
     @property
     def num_recovered(self) -> int:
@@ -118,21 +102,16 @@ class ClosureSteps:
         self._num_steps += 1
         inputs = list(nested_named_tensors(batch))
         size = Size.of(inputs)
-        shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
+        shapes = describe_inputs(batch) if inputs else "a batch that applied.step() was not given"
         # The planner of a loop sees no forward.
         planned = batch_of((), batch) if isinstance(batch, Mapping) else None
-        named = [*((f"undo[{number}]", each) for number, each in enumerate(undo)), *trained_beside(closure)]
-        found = [each for _, each in named]
-        if len(found) != len(self._undo) or not all(map(is_, found, self._undo)):
-            self._undo = found
-            self._snapshots = AttributeSnapshots(("", self._model), *named)
         if inputs:
             escalation.stand_on(ladder.level_for(size))
-        attributes, modules = self._snapshots.now(), self._snapshots.modules
-        parameters = self._parameters.of(modules, self._snapshots.parameters)
+        named = [(f"undo[{number}]", each) for number, each in enumerate(undo)]
+        self._window.look_beside([*named, *trained_beside(closure)])
         proof = ReplayProof(f"Step {self._num_steps}", "forward", self._model.parameters, _TO_DO)
-        noted = attributes, self._buffers.of(modules), RandomState.of(*self._on_devices)
-        window = _ClosureWindow(*parameters, inputs, noted)
+        self._window.clear(proof)
+        self._window.begin(inputs)
 
         def attempt() -> tuple[Any, Failed | None]:
             with _forwards_noted(self._model, proof, ladder):
@@ -140,9 +119,7 @@ class ClosureSteps:
             return returned, None if failure is None else Failed(failure, self._num_steps, size, shapes, planned)
 
         def run_again() -> tuple[Any, Failed | None]:
-            window.undo()
-            generators = RandomState.of(*self._on_devices).others_than(window.randomness)
-            proof.check_start(generators, names_of(window.new_gradients(), self._model))
+            self._window.undo_and_check()
             proof.begin_replay()
             returned, failed = attempt()
             if failed is None:
@@ -151,8 +128,8 @@ class ClosureSteps:
 
         returned, failed = attempt()
         if failed is not None:
-            returned = escalation.recover(failed, window.fault, run_again)
-        self._buffers.learn(window.buffers)
+            returned = escalation.recover(failed, self._window.fault, run_again)
+        self._window.clear()
         ladder.passed(size, planned)
         ladder.end_step()
         return returned
@@ -176,54 +153,6 @@ def _forwards_noted(model: nn.Module, proof: ReplayProof, ladder: Ladder) -> Ite
     finally:
         for hook in hooks:
             hook.remove()
-
-
-class _ClosureWindow:
-    """What things were like before a closure, and what brings that back."""
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        others: Sequence[nn.Parameter],
-        inputs: Sequence[tuple[str, Tensor]],
-        noted: tuple[Attributes, SavedBuffers, RandomState],
-    ) -> None:
-        self._attributes, self.buffers, self.randomness = noted
-        self._parameters = [*parameters, *others]
-        self._versions = list(map(_version, self._parameters))
-        self._gradients = Gradients(parameters)
-        self._gradients_of_others = GradientsOfOthers(others)
-        self._inputs = [(name, tensor, tensor._version) for name, tensor in inputs]
-
-    def fault(self) -> str | None:
-        """Return why the closure cannot be undone; None if it can."""
-        if list(map(_version, self._parameters)) != self._versions:
-            return "weights have changed since it began: the optimizer's step belongs behind applied.step()"
-        if self._gradients.are_written():
-            return (
-                "it has added to gradients that were there before, or set them to zero in place. Let it begin with "
-                "optimizer.zero_grad(), which sets them to None"
-            )
-        if fault := self._gradients_of_others.fault():
-            return fault
-        if written := [name for name, tensor, version in self._inputs if tensor._version != version]:
-            return f"it has written to its batch: {', '.join(written)}"
-        large = "it has written to large tensors among what it is to undo"
-        return self._attributes.describe_lost(large) or self.buffers.describe_lost()
-
-    def undo(self) -> None:
-        """Bring everything back; gradients that are new are dropped."""
-        self._gradients.drop_new()
-        self._gradients_of_others.restore()
-        # Casts of weights that the failed forward has left hold its graph.
-        torch.clear_autocast_cache()
-        self._attributes.restore()
-        self.buffers.restore()
-        self.randomness.restore()
-
-    def new_gradients(self) -> list[nn.Parameter]:
-        """Return the parameters that have a gradient which was not there."""
-        return [*self._gradients.new(), *self._gradients_of_others.new()]
 
 
 def _why_not(model: nn.Module) -> str | None:

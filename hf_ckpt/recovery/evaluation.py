@@ -70,8 +70,8 @@ class EvaluationRecovery:
             return returned, None
         if self._is_gathering:
             self._give_up(failure, call.inputs, "It was sending to the other processes.")
-        if lost := noted.describe_lost("The step has written to the Trainer's tensors"):
-            self._give_up(failure, call.inputs, f"{lost}.")
+        if lost := noted.describe_lost():
+            self._give_up(failure, call.inputs, f"It cannot be undone: {lost}.")
         noted.restore()
         randomness.restore()
         return None, failure

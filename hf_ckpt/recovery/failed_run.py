@@ -29,8 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import TrainerCall, describe_inputs, named_tensors
 from hf_ckpt.recovery.out_of_memory import attempt
-from hf_ckpt.trainer.folders import checkpoint_folder, output_folder
-from hf_ckpt.trainer.saved_files import write_plan
+from hf_ckpt.trainer.saved_files import checkpoint_folder, output_folder, write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import counted
 from hf_ckpt.upstream.torch import NUM_SAMPLES, default_store, hidden_from_modes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.policy.plan import Plan
@@ -148,11 +148,6 @@ class ReplayProof:
             "computation: something that the step reads was not undone, and its gradients would be others. "
             f"{self._to_do}"
         )
-
-
-def names_of(parameters: Iterable[nn.Parameter], model: nn.Module) -> list[str]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names.get(id(parameter), "of no module of the model") for parameter in parameters]
 
 
 def _difference(noted: Tensor | Samples, found: Tensor | list[Tensor], allowed: float) -> str | None:

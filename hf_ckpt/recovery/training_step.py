@@ -14,6 +14,7 @@ reducer does not take it back, and nobody knows which of the others have it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,22 +24,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.recovery.accumulation_window import (
-    Buffers,
     Gradients,
-    MicroBatch,
-    StepParameters,
     TrainerCall,
     Window,
     describe_inputs,
     nested_named_tensors,
-    one_of_each_device,
 )
-from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.escalation import Escalation, Failed
 from hf_ckpt.recovery.failed_run import describe_examples
+from hf_ckpt.recovery.ladder import Size
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
-from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.trainer.other_models import trained_beside
 from hf_ckpt.upstream.accelerate import set_sync_gradients
 
@@ -104,7 +100,7 @@ class DataParallel:
 
     def fault(self, window: Window) -> str | None:
         """Return why a window cannot be run again by this process alone; None if it can."""
-        if written := window.micro_batches[0].buffers.with_other_values():
+        if written := window.begun[0].attributes.changed_buffers():
             names = ", ".join(written[:4])
             return f"forwards change buffers ({names}), which DistributedDataParallel sends from process 0"
         if self._is_sending:
@@ -125,6 +121,22 @@ class DataParallel:
             self._num_sent = max(self._num_sent, self._num_begun)
 
 
+@dataclass
+class _MicroBatch:
+    """One call of a Trainer's `training_step`."""
+
+    call: TrainerCall
+    inputs: Any
+    size: Size
+    # As accelerate counts micro-batches.
+    syncs_gradients: bool
+    # To other processes.
+    sends_gradients: bool
+
+    def again(self) -> TrainerCall:
+        return self.call.with_inputs(copy.copy(self.inputs))
+
+
 @dataclass(eq=False)
 class TrainingSteps:
     """Runs the training steps of one run."""
@@ -141,55 +153,46 @@ class TrainingSteps:
 
     def __post_init__(self) -> None:
         trainer = self._trainer
-        self._buffers = Buffers(are_sent=self._data_parallel is not None)
-        self._owners: list[tuple[str, object]] = [("", trainer), ("state", trainer.state), ("model", self._model)]
-        self._owners += [(type(counter).__name__, counter) for counter in self._counters]
-        self._beside: list[object] = []
+        owners: list[tuple[str, object]] = [("", trainer), ("state", trainer.state), ("model", self._model)]
+        owners += [(type(counter).__name__, counter) for counter in self._counters]
+        are_sent = self._data_parallel is not None
+        self._window = Window(self._model, owners, trainer.optimizer, are_zeros=True, are_sent=are_sent)
         self._num_looks = 0
-        self._snapshots = AttributeSnapshots(*self._owners)
-        self._parameters = StepParameters(self._model, trainer.optimizer)
-        self._on_devices = one_of_each_device(self._model)
-        self._window: Window | None = None
+        self._micro_batches: list[_MicroBatch] = []
         self._is_running = False
 
     def begin_step(self) -> None:
         self._escalation.begin_step()
         if self._num_looks < _LOOKS_BESIDE:
             self._num_looks += 1
-            self._look_beside()
+            self._window.look_beside(trained_beside(self._trainer))
         # One that no optimizer step has ended goes on: the end of a stream may have cut it short.
-        has_begun = self._window is not None and bool(self._window.micro_batches) and self._data_parallel is None
+        has_begun = bool(self._window.begun) and self._data_parallel is None
         if not (has_begun and any(parameter.grad is not None for parameter in self._model.parameters())):
             is_mixed = self._trainer.accelerator.mixed_precision != "no"
-            proof = ReplayProof(f"Step {self._step}", "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed)
-            self._window = Window(proof)
+            step = f"Step {self._step}"
+            self._clear(ReplayProof(step, "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed))
         if self._data_parallel is not None:
             self._data_parallel.begin_window()
 
-    def _look_beside(self) -> bool:
-        """Look for losses with weights or buffers in closures and globals. Returns whether there are others now."""
-        found = trained_beside(self._trainer)
-        is_other = list(map(id, self._beside)) != [id(each) for _, each in found]
-        if is_other:
-            self._beside = [each for _, each in found]
-            self._snapshots = AttributeSnapshots(*self._owners, *found)
-        return is_other
+    def _clear(self, proof: ReplayProof | None = None) -> None:
+        self._window.clear(proof)
+        self._micro_batches.clear()
 
     def undo(self) -> bool:
         """Bring back what the step began with, for it to be saved. Returns whether that is so."""
         window = self._window
-        if window is None or not window.micro_batches or window.has_written_weights:
+        if not window.begun or window.has_written_weights:
             return False
-        if self._data_parallel is not None and window.micro_batches[0].buffers.with_other_values():
+        if self._data_parallel is not None and window.begun[0].attributes.changed_buffers():
             # What they were like is known of the run's first step only.
             return False
         window.undo()
-        window.micro_batches[0].restore()
         return True
 
     def end_step(self) -> None:
         """The weights have changed: the window cannot be undone any longer, and need not be."""
-        self._window = None
+        self._clear()
         self._escalation.ladder.end_step()
 
     def run(self, call: TrainerCall) -> Any:
@@ -199,31 +202,28 @@ class TrainingSteps:
             OutOfMemoryError: there is none, or the window cannot be undone.
             PlanMismatchError: what ran again was not the same computation.
         """
-        window, escalation = self._window, self._escalation
-        if window is None:
+        escalation = self._escalation
+        if self._window.proof is None:
             # Somebody runs a step by hand.
             return call()
-        micro_batch = self._begin(window, call)
+        micro_batch = self._begin(call)
         escalation.stand_on(escalation.ladder.level_for(micro_batch.size))
-        returned, failed = self._attempt(window, len(window.micro_batches) - 1, call)
+        returned, failed = self._attempt(self._window.proof, len(self._micro_batches) - 1, call)
         if failed is not None:
-            returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, window))
-        self._buffers.learn(micro_batch.buffers)
+            returned = escalation.recover(failed, self._fault, partial(self._replay, self._window.proof))
         escalation.ladder.passed(micro_batch.size, self._batch)
         return returned
 
     def run_once(self, call: TrainerCall) -> Any:
         """Run a micro-batch that is not run again, and note what `undo` needs."""
-        micro_batch = None if self._window is None else self._begin(self._window, call)
-        returned = call()
-        if micro_batch is not None:
-            self._buffers.learn(micro_batch.buffers)
-        return returned
+        if self._window.proof is not None:
+            self._begin(call)
+        return call()
 
     def note_loss(self, loss: Any) -> None:
         """The forward of the micro-batch that runs has ended: its backward begins."""
         # Somebody may run a backward by hand, between micro-batches.
-        if self._window is not None and self._is_running:
+        if self._window.proof is not None and self._is_running:
             self._window.proof.note_loss(loss)
 
     @property
@@ -234,84 +234,72 @@ class TrainingSteps:
     def _batch(self) -> Batch | None:
         return None if self._planning is None else self._planning.seen
 
-    def _begin(self, window: Window, call: TrainerCall) -> MicroBatch:
+    def _begin(self, call: TrainerCall) -> _MicroBatch:
         others = self._data_parallel
         if others is not None:
             others.begin_micro_batch()
-        attributes = self._snapshots.now(is_later=bool(window.micro_batches))
-        modules = self._snapshots.modules
-        if not window.micro_batches:
-            window.begin(*self._parameters.of(modules, self._snapshots.parameters))
-        elif others is None:
-            # The replay of those before it gives them.
-            attributes = attributes.without_large_tensors()
-        micro_batch = MicroBatch(
+        inputs = list(nested_named_tensors(call.inputs))
+        micro_batch = _MicroBatch(
             call,
-            RandomState.of(*self._on_devices),
-            attributes,
-            self._buffers.of(modules),
+            # A step may take entries out of what it is given.
+            copy.copy(call.inputs),
+            Size.of(inputs),
             self._trainer.accelerator.gradient_state.sync_gradients,
             others is not None and others.syncs,
         )
-        window.micro_batches.append(micro_batch)
+        self._window.begin(inputs)
+        self._micro_batches.append(micro_batch)
         return micro_batch
 
-    def _attempt(self, window: Window, number: int, call: TrainerCall) -> tuple[Any, Failed | None]:
+    def _attempt(self, proof: ReplayProof, number: int, call: TrainerCall) -> tuple[Any, Failed | None]:
         """Run a micro-batch of the window, for the first time or again."""
 
         def proven() -> Any:
-            window.proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
+            proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
             self._is_running = True
             try:
                 returned = call()
             finally:
                 self._is_running = False
-            window.proof.end_micro_batch(returned)
+            proof.end_micro_batch(returned)
             return returned
 
         returned, failure = self._escalation.attempt(proven)
-        return returned, None if failure is None else self._failed(window.micro_batches[number], number, failure)
+        return returned, None if failure is None else self._failed(self._micro_batches[number], number, failure)
 
-    def _failed(self, micro_batch: MicroBatch, number: int, failure: Failure) -> Failed:
+    def _failed(self, micro_batch: _MicroBatch, number: int, failure: Failure) -> Failed:
         inputs = micro_batch.call.inputs
         examples = partial(describe_examples, self._trainer, number, inputs)
         return Failed(failure, self._step, micro_batch.size, describe_inputs(inputs), self._batch, examples)
 
-    def _fault(self, window: Window) -> str | None:
-        if fault := window.fault():
+    def _fault(self) -> str | None:
+        if fault := self._window.fault():
             return fault
-        if self._look_beside():
+        if self._window.look_beside(trained_beside(self._trainer)):
             return (
                 "modules or weights beside the model, of a loss, were made since the run began, and nothing noted them"
             )
-        return None if self._data_parallel is None else self._data_parallel.fault(window)
+        return None if self._data_parallel is None else self._data_parallel.fault(self._window)
 
-    def _replay(self, window: Window) -> tuple[Any, Failed | None]:
+    def _replay(self, proof: ReplayProof) -> tuple[Any, Failed | None]:
         """Run the window's micro-batches again, or the last one, until one fails."""
         gradient_state, others = self._trainer.accelerator.gradient_state, self._data_parallel
         syncs = gradient_state.sync_gradients
         first = 0 if others is None else others.begin_replay()
-        if first == 0:
-            window.undo()
-        else:
-            window.micro_batches[first].buffers.restore()
         returned: Any = None
-        window.proof.begin_replay(first)
+        proof.begin_replay(first)
         try:
-            for number, micro_batch in enumerate(window.micro_batches[first:], first):
-                micro_batch.restore()
-                generators = RandomState.of(*self._on_devices).others_than(micro_batch.randomness)
-                kept = names_of(window.kept_gradients(), self._model) if number == 0 else []
-                window.proof.check_start(generators, kept)
+            for number, micro_batch in enumerate(self._micro_batches[first:], first):
+                self._window.undo_and_check(number)
                 set_sync_gradients(gradient_state)(micro_batch.syncs_gradients)
                 if others is not None:
                     others.begin_again(syncs=micro_batch.sends_gradients)
                 if self._planning is not None:
                     self._planning.start_micro_batch_again()
-                returned, failed = self._attempt(window, number, micro_batch.again())
+                returned, failed = self._attempt(proof, number, micro_batch.again())
                 if failed is not None:
                     return None, failed
         finally:
             set_sync_gradients(gradient_state)(syncs)
-        window.proof.end_replay()
+        proof.end_replay()
         return returned, None

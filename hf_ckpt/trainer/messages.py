@@ -11,12 +11,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.upstream.transformers import CHECKPOINTING_ARGUMENTS, OTHER_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -72,30 +70,3 @@ class Messages:
             from tqdm.auto import tqdm
 
             tqdm.write(f"hf_ckpt: {text}", file=sys.stderr)
-
-
-def say_who_governs(args: TrainingArguments, model: nn.Module, *, is_quiet: bool) -> None:
-    """Say that activation checkpointing which the training arguments or the model ask for is not what happens."""
-    if any(getattr(args, name, None) for name in CHECKPOINTING_ARGUMENTS):
-        say_overruled(args, "Gradient (activation) checkpointing of the training arguments", is_quiet=is_quiet)
-    # A flag of the instance, by the names of timm and others: transformers' own flag is the seam of the plan.
-    owns = [
-        f"{name}.{flag}".lstrip(".")
-        for name, module in model.named_modules()
-        for flag in OTHER_FLAGS
-        if vars(module).get(flag) is True
-    ]
-    if owns:
-        more = f" and {len(owns) - 1} more" if len(owns) > 1 else ""
-        say_overruled(args, f"The model's own checkpointing ({owns[0]}=True{more})", is_quiet=is_quiet)
-
-
-def say_overruled(args: TrainingArguments, what: str, *, is_quiet: bool) -> None:
-    """Say that the policy governs in place of something that the user asked for.
-
-    A warning, which Python shows where no logging is set up: it is said under `disable_tqdm` too.
-    """
-    if args.process_index == 0:
-        is_shown = not is_quiet and transformers_logging.get_verbosity() <= logging.WARNING
-        level = logging.WARNING if is_shown else logging.INFO
-        logger.log(level, "%s is overruled: the policy of HFCkptCallback governs.", what)

@@ -18,8 +18,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
-from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.largest_text_batch import largest_text_batch
+from hf_ckpt.trainer.batch import Batch, largest_text_batch
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it, which a loop of one's own has no use for.

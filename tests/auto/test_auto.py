@@ -37,9 +37,8 @@ from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.fit import Capacity, capacity_of, judge
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.largest_text_batch import largest_text_batch
-from hf_ckpt.trainer.parts import StepProof
+from hf_ckpt.trainer.batch import Batch, largest_text_batch
+from hf_ckpt.trainer.training_run import StepProof
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]

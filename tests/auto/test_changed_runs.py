@@ -19,8 +19,7 @@ from hf_ckpt.auto.batch_of_forward import with_inputs
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.measure.track_real_step import follow_trainer
-from hf_ckpt.trainer.batch import Batch
-from hf_ckpt.trainer.largest_text_batch import largest_text_batch
+from hf_ckpt.trainer.batch import Batch, largest_text_batch
 from tests.training import VOCAB, arguments, llama
 
 pytestmark = pytest.mark.core

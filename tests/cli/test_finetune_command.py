@@ -341,7 +341,7 @@ def full_for_torch(*_args: object, **_kwargs: object) -> None:
 WRITERS: dict[str, tuple[str, Callable[..., None]]] = {
     "weights": ("transformers.modeling_utils.safe_save_file", full_for_safetensors),
     "optimizer": ("torch.save", full_for_torch),
-    "plan": ("hf_ckpt.trainer.parts.write_plan", full),
+    "plan": ("hf_ckpt.trainer.saved_files.write_plan", full),
     "data": ("hf_ckpt.finetune.train.prepare", full),
 }
 

@@ -24,7 +24,7 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError, PlanMismatchError
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.recovery.accumulation_window import Gradients, Window
+from hf_ckpt.recovery.accumulation_window import Gradients
 from hf_ckpt.recovery.escalation import Escalation
 from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.regions.execution_state import RandomState
@@ -397,16 +397,7 @@ def lose_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Window.undo
-
-    def undone(self: Window) -> None:
-        kept = [parameter.grad for parameter in self._parameters]
-        found(self)
-        for parameter, gradient in zip(self._parameters, kept, strict=True):
-            parameter.grad = gradient
-
-    monkeypatch.setattr(Window, "undo", undone)
-    monkeypatch.setattr(Gradients, "drop_new", lambda self: None)
+    monkeypatch.setattr(Gradients, "restore", lambda self: None)
 
 
 def keep_random_states(monkeypatch: pytest.MonkeyPatch) -> None:

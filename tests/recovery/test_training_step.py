@@ -25,8 +25,9 @@ from transformers import Trainer, TrainingArguments
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import HostMemoryError, OtherProcessError, OutOfMemoryError
 from hf_ckpt.recovery import recovery
-from hf_ckpt.recovery.accumulation_window import Buffers
+from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
+from hf_ckpt.recovery.saved_values import SENT_BUFFERS
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
@@ -245,11 +246,11 @@ def test_what_a_module_notes_beside_its_buffers_is_brought_back(tmp_path: Path) 
 
 def test_under_ddp_a_buffer_that_is_another_one_is_seen() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
-    buffers, modules = Buffers(are_sent=True), list(model.modules())
-    buffers.learn(buffers.of(modules))
-    assert buffers.of(modules).with_other_values() == []
+    snapshots = AttributeSnapshots(("", model), buffers=SENT_BUFFERS)
+    for _ in range(2):
+        assert snapshots.now().changed_buffers() == []
     model[0].register_buffer("running_mean", torch.zeros(2))
-    assert buffers.of(modules).with_other_values() == ["running_mean"]
+    assert snapshots.now().changed_buffers() == ["running_mean"]
 
 
 class InOrder(PhasedTrainer):
@@ -535,9 +536,9 @@ def nested(batch: list[dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
     [
         (
             {"make": WithTeacher},
-            r"weights have changed since its first micro-batch \(.*an average that forwards update",
+            r"weights have changed since it began \(.*an average that forwards update",
         ),
-        ({"kind": WithQueue}, "has written to large tensors that the Trainer holds: queue"),
+        ({"kind": WithQueue}, "has written to large tensors: queue"),
         (
             {"kind": WritesToInputs, "collate": nested, "remove_unused_columns": False},
             r"forward of step 2, with input_ids \(2, 8\), .* has written to its inputs: input_ids",
@@ -586,7 +587,7 @@ def test_weights_that_change_in_backward_are_not_stepped_twice(tmp_path: Path) -
 
     model = llama()
     model.lm_head.weight.register_post_accumulate_grad_hook(step)
-    with pytest.raises(OutOfMemoryError, match=r"cannot be undone: weights have changed since its first micro-batch"):
+    with pytest.raises(OutOfMemoryError, match=r"cannot be undone: weights have changed since it began"):
         trained(lambda: model, tmp_path, FailingOperators({1: [600]}), escalating())
 
 

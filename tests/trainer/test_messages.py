@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.trainer.accelerates_checkpointing import hold_off_accelerates_checkpointing
+from hf_ckpt.trainer.overruled_checkpointing import hold_off_accelerates_checkpointing
 from hf_ckpt.units import format_bytes
 from hf_ckpt.upstream import accelerate
 from tests.training import llama, trainer
