@@ -138,7 +138,8 @@ class HFCkptCallback(TrainerCallback):
     | `ckpt/recomputed_share` | share of the layers' weights whose forward runs again in backward |
     | `ckpt/peak_allocated_gib` or `ckpt/peak_resident_gib` | highest memory of the device, or of the process |
     | `ckpt/predicted_peak_gib` | with `"auto"`: highest predicted memory of a training step |
-    | `ckpt/host_peak_gib` | with `offload`: most host memory that it has held |
+    | `ckpt/host_peak_gib` | with `offload` or `weights`: most host memory that they have held |
+    | `ckpt/waiting_weights_gib` | with `weights`: what waits in host memory |
     | `ckpt/offloaded_gib` | with `offload`: copied away in all, under the plan that is in force at the end |
     | `ckpt/offload_wait_s` | with `offload`: seconds for which the host waited for copies |
     | `ckpt/offloaded_share` | with `offload`: share of the layers asked to that do so, as measured or as set |

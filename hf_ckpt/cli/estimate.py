@@ -230,10 +230,10 @@ def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Name
 
 def _quick(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the policies that a quick estimate has, with those of what is allowed besides modes."""
-    from hf_ckpt.estimate.estimate import LEAST, QUICK, SENT
+    from hf_ckpt.estimate.estimate import LEAST, QUICK, SENT, WAITING
 
     allowed = () if options.offload is None else (SENT, LEAST) if options.head == "chunked" else (SENT,)
-    return (*QUICK, *allowed)
+    return (*QUICK, *allowed, *(() if options.weights is None else (WAITING,)))
 
 
 def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:

@@ -89,6 +89,7 @@ def _modes(recipe: Recipe, full: MetaModel, stacks: Sequence[Stack]) -> Iterator
         yield f"  {mode:<{width}}  {_KEEPS[mode]}{_again(full, stacks, mode)}"
     yield "What can be added to it"
     yield f"  {'offload':<{width}}  what a layer keeps waits in host memory, or on disk, for its backward"
+    yield f"  {'weights':<{width}}  a layer's frozen weights wait in host memory while other layers run"
     yield f"  {'tiles':<{width}}  {_tiled(stacks)}"
     yield f"  {'head: chunked':<{width}}  {_chunked(recipe, full)}"
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.policy.options import TO_CPU, HeadMode, parse_offload
+from hf_ckpt.policy.options import TO_CPU, HeadMode, parse_offload, parse_weights
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import find_device
@@ -95,6 +95,12 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "none, if left out",
     )
     parser.add_argument(
+        "--weights",
+        choices=(TO_CPU,),
+        help="let the planner's choice keep frozen weights in host memory while other layers run. The recipe's "
+        "checkpointing.weights, or none, if left out",
+    )
+    parser.add_argument(
         "--head",
         choices=[mode.value for mode in HeadMode],
         help="chunked lets the planner's choice run head and loss in chunks, whatever --exact says; plain forbids it",
@@ -118,6 +124,8 @@ def subject_asked(recipe: Recipe, options: argparse.Namespace) -> Subject:
         allowed["exact"] = "prefer" if options.exact == "prefer" else options.exact == "true"
     if options.offload is not None:
         allowed["offload"] = parse_offload(options.offload)
+    if options.weights is not None:
+        allowed["weights"] = parse_weights(options.weights)
     if options.head is not None:
         allowed["head"] = options.head == HeadMode.CHUNKED
     given = {**subject.command_options, **{name: f"--{name}" for name in allowed}}

@@ -24,8 +24,8 @@ from hf_ckpt.units import Budget, format_bytes
 RECIPE = "recipe"
 """Names of the rows of the recipe's own plan and of the planner's."""
 
-SENT, LEAST = "full, offload", "full, offload, tiles, head"
-"""The rows of what keeps layers' inputs on the host, and of all that saves memory."""
+SENT, WAITING, LEAST = "full, offload", "full, weights", "full, offload, tiles, head"
+"""The rows of what keeps layers' inputs on the host, or frozen weights, and of all that saves activations."""
 
 FIXED: Mapping[str, Mapping[str, Any]] = {
     **{mode.value: {"policy": mode.value} for mode in Mode},
@@ -33,9 +33,10 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     "segments": {"policy": "full", "segment_size": "sqrt"},
     "segments, nested": {"policy": "full", "segment_size": "sqrt", "nested": True},
     SENT: {"policy": "full", "offload": "cpu"},
+    WAITING: {"policy": "full", "weights": "cpu"},
     LEAST: {"policy": "full", "offload": "cpu", "tiles": "auto", "head": "chunked"},
 }
-"""Policies that every model is estimated under, by the name of their row; the last needs least of all."""
+"""Policies that every model is estimated under, by the name of their row. Of the activations the last keeps least."""
 
 QUICK = ("none", "full")
 """Those of them that a quick estimate has."""
@@ -172,6 +173,8 @@ def fixed_rows(
 ) -> Iterator[Row]:
     """Yield a row for each policy that a user would write."""
     for name in names:
+        if name == WAITING and not predictor.has_waiting_weights:
+            continue
         try:
             plan = predictor.subject.resolve(**FIXED[name])
         except HFCkptError as error:
@@ -187,7 +190,9 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     Where the weights alone exceed a card, no plan is searched for: the other rows tell what would do.
     """
     capacity = capacity_of_subject(predictor, device)
-    if own_budget(predictor.subject) is None and (weights := predictor.weights_and_gradients) > device.memory_bytes:
+    can_wait = predictor.subject.allowed.weights is not None and predictor.has_waiting_weights
+    weights = 0 if can_wait else predictor.weights_and_gradients
+    if own_budget(predictor.subject) is None and weights > device.memory_bytes:
         return Row(AUTO, None, _no_room_for(weights, capacity.num_bytes), device)
     say(_first_verdict(predictor, device))
     try:

@@ -15,12 +15,13 @@ from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.planner.largest_that_fits import Limit, largest
 from hf_ckpt.planner.layer_costs import may_tile
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import AUTO, REVOLVE
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.structure.layers import Layer
 
 _MOST_TOKENS = 2**22
 _MOST_ROWS = 4096
@@ -101,7 +102,7 @@ def leanest_plans(subject: Subject) -> Iterator[Plan]:
     subject = replace(subject, allowed=subject.allowed.in_turn[-1])
     longest = max((len(stack.layers) for stack in subject.stacks), default=1)
     plans = [plan for way in _ways(subject.allowed, longest) if (plan := _with_least_head(subject, way)) is not None]
-    yield from (_tiled_where_possible(plan, subject) for plan in plans or [subject.resolve("none")])
+    yield from (_leaner_where_possible(plan, subject) for plan in plans or [subject.resolve("none")])
 
 
 def _ways(allowed: Allowed, num_layers: int) -> Iterator[dict[str, Any]]:
@@ -122,12 +123,17 @@ def _with_least_head(subject: Subject, way: dict[str, Any]) -> Plan | None:
     return None
 
 
-def _tiled_where_possible(plan: Plan, subject: Subject) -> Plan:
+def _with_all_allowed(entry: LayerPlan, layer: Layer, allowed: Allowed) -> LayerPlan:
+    """Return an entry with tiles and waiting weights, as far as they are allowed."""
+    return replace(entry, tiles="auto" if may_tile(layer, allowed) else entry.tiles, weights=allowed.weights)
+
+
+def _leaner_where_possible(plan: Plan, subject: Subject) -> Plan:
     stacks = tuple(
         replace(
             planned,
             layers=tuple(
-                replace(entry, tiles="auto") if entry.segment is None and may_tile(layer, subject.allowed) else entry
+                _with_all_allowed(entry, layer, subject.allowed) if entry.segment is None else entry
                 for entry, layer in zip(planned.layers, stack.layers, strict=True)
             ),
         )

@@ -13,8 +13,9 @@ from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of
 from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.search import Planned, StepPlanner
+from hf_ckpt.planner.waiting_weights import WeightsPlanner
 from hf_ckpt.policy.allowances import ALLOWANCES
-from hf_ckpt.policy.options import POLICY_OPTIONS
+from hf_ckpt.policy.options import POLICY_OPTIONS, Weights
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING, OF_AUTO
@@ -74,6 +75,11 @@ class Predictor:
         if step is None:
             return None
         return self._simulator.with_step(step).evaluate(plan).memory
+
+    @property
+    def has_waiting_weights(self) -> bool:
+        """Whether there are frozen weights that could wait on the host."""
+        return WeightsPlanner(self._simulator, Weights(), lambda capacity: Plan("", ())).can_wait
 
     @property
     def chain(self) -> Chain:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -33,12 +34,14 @@ from hf_ckpt.loading.config_files import (
     source_options,
 )
 from hf_ckpt.patch.apply import apply
+from hf_ckpt.patch.frozen_weights import let_wait_until_planned
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 from hf_ckpt.regions.offload.disk import check_path
+from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.transformers import classes_by_config
 
@@ -93,13 +96,31 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
     section = recipe.quantization if is_quantized else None
     if section is not None:
         options["quantization_config"] = bits_and_bytes(section)
+    waits = is_quantized and recipe.checkpointing is not None and recipe.checkpointing.lets_weights_wait
+    if waits:
+        # There may be no room for all of it on the device. Each weight is quantised as it is read.
+        options["device_map"] = {"": "cpu"}
     try:
         model: PreTrainedModel = _auto_class(recipe).from_pretrained(
             name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options, **_labels(recipe)
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RecipeError(_loading_advice(name, error)) from error
-    return model if section is None else prepared_for_kbit(model, section)
+    if section is not None:
+        model = prepared_for_kbit(model, section)
+    return _on_device_but_weights(model, recipe) if waits else model
+
+
+def _on_device_but_weights(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """Move a model to the device of its training, but for the frozen weights that a plan may let wait on the host."""
+    if recipe.adapter_section is not None:
+        # They are frozen once the adapter is there, and are named by where it is put: the layers stay the same.
+        model.requires_grad_(False)
+    device = PartialState().device
+    let_wait_until_planned(model, find_layers(model), device)
+    # Accelerate leaves a quantised model where this says that it is.
+    model.hf_device_map = {"": device.type if device.index is None else device.index}
+    return model
 
 
 def _auto_class(recipe: Recipe) -> Any:

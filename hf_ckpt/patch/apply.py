@@ -21,7 +21,7 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
-from hf_ckpt.patch.frozen_weights import check_weights, handed_over, let_weights_wait
+from hf_ckpt.patch.frozen_weights import bring_what_is_left, check_weights, handed_over, let_weights_wait
 from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
@@ -264,6 +264,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         if plan.head is HeadMode.CHUNKED:
             _chunk_head(model, patches[0], proof)
         let_weights_wait(model, patches, plan, stacks)
+        bring_what_is_left(model)
         _switch_off_others(model, patches)
         patches[0].switched = switched
         for patch, stack in zip(patches, stacks, strict=True):

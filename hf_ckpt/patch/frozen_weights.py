@@ -28,6 +28,7 @@ from hf_ckpt.regions.waiting_weights import (
 )
 from hf_ckpt.structure.layers import Layer, Stack, is_sharded
 from hf_ckpt.structure.stored import stored
+from hf_ckpt.upstream.bitsandbytes import move_statistics
 from hf_ckpt.upstream.torch import COMPILED_CALL, COMPILED_INSIDE, DDP_IGNORES
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan
         return
     owners, layers, staying = owners_of(model), [], dict[str, str]()
     for path, layer, _ in waiting:
-        found = vars(layer.module).pop(_HANDED_OVER, None)
+        found = _taken_over(layer.module)
         if found is None:
             tensors, reasons = waiting_tensors(layer.module, owners)
             staying.update({f"{path}.{name}": reason for name, reason in reasons.items()})
@@ -109,6 +110,40 @@ def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan
         patches[0].set(path, layer.module, _APPLY, partial(_apply_to_others, each, layer.module))
     engine.modules = tuple(layer.module for _, layer, _ in waiting)
     patches[0].hooks.extend(engine.place_hooks())
+
+
+def let_wait_until_planned(model: nn.Module, stacks: Sequence[Stack], device: torch.device) -> None:
+    """Leave the frozen weights of a model's layers on the host when the model is moved to a device.
+
+    For a model that was loaded onto the host, as there may be no room for it on the device. The plan that is put in
+    force next lets them wait, or brings them to the device.
+    """
+    owners = owners_of(model)
+    for stack in stacks:
+        for layer in stack.layers:
+            tensors, _ = waiting_tensors(layer.module, owners)
+            weights = LayerWeights(f"{stack.path}.{layer.layer_idx}", tensors, _device_of(tensors))
+            setattr(layer.module, _HANDED_OVER, weights)
+            setattr(layer.module, _APPLY, partial(_apply_to_others, weights, layer.module))
+    model.to(device)
+
+
+def bring_what_is_left(model: nn.Module) -> None:
+    """Bring weights to the device that were to wait until a plan is in force, and that the plan does not let wait."""
+    for module in () if has_no_values(model) else model.modules():
+        weights = _taken_over(module)
+        if weights is not None:
+            weights.bring_back()
+
+
+def _taken_over(module: nn.Module) -> LayerWeights | None:
+    """Return what waits of a layer from before the plan, with all else of the layer on the device that it runs on."""
+    weights: LayerWeights | None = vars(module).pop(_HANDED_OVER, None)
+    if weights is not None and not weights.is_packed:
+        # Adapters that came since were made where their weights are.
+        module._apply(partial(Tensor.to, device=weights.device))
+        vars(module).pop(_APPLY, None)
+    return weights
 
 
 @contextmanager
@@ -139,7 +174,14 @@ def _apply_to_others(
     weights: LayerWeights, layer: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
     """`_apply` of a layer, which `to` and the like call: what waits stays on the host, for the layer's new device."""
+    before = weights.device
     weights.convert(fn)
+    if weights.device != before:
+        waiting = {id(tensor) for tensor in weights.tensors()}
+        for module in layer.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) in waiting:
+                    move_statistics(module, parameter, weights.device)
     with _left_out(weights, layer):
         return type(layer)._apply(layer, fn, recurse)
 

@@ -72,6 +72,13 @@ class Checkpointing(Mapping[str, Any]):
         """What policy `auto` may choose among; nothing beyond modes under another policy."""
         return allowed_by(self.written) if self.is_auto else Allowed()
 
+    @property
+    def lets_weights_wait(self) -> bool:
+        """Whether frozen weights may wait on the host, under the policy or in one of its rules."""
+        rules = self.policy if isinstance(self.policy, list) else [self.policy]
+        written = (self.written, *(rule for rule in rules if isinstance(rule, Mapping)))
+        return any(each.get("weights") is not None for each in written)
+
     @cached_property
     def budget(self) -> Budget | None:
         """The bytes that a step may use, where the recipe says so."""

@@ -215,8 +215,11 @@ class LayerWeights:
         self.on_resize(0)
 
     def bring_back(self) -> None:
-        """Put everything back where it was, for good."""
+        """Put everything where the layer runs, for good."""
         if not self.is_packed:
+            for tensor in self.tensors():
+                if tensor.device != self.device:
+                    tensor.data = tensor.data.to(self.device)
             return
         self.rest()
         self.free()

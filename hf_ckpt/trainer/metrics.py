@@ -88,6 +88,10 @@ def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_
         figures["offload_wait_s"] = sum(each.seconds_waited for each in stats)
         # The least share of theirs.
         figures["offloaded_share"] = min(each.fraction for each in stats)
+    if applied.waiting is not None:
+        on_host = applied.waiting.host_bytes / GIB
+        figures["host_peak_gib"] = figures.get("host_peak_gib", 0.0) + on_host
+        figures["waiting_weights_gib"] = on_host
     if predicted_bytes:
         figures["predicted_peak_gib"] = predicted_bytes / GIB
     if clock.num_tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_ckpt.upstream import Feature
@@ -49,3 +50,13 @@ def quantized_tensors(module: nn.Module, parameter: Tensor) -> Iterator[Tensor]:
         *(getattr(each, "CB", None) for each in (parameter, its_layer)),
     )
     yield from (each for each in found if isinstance(each, Tensor))
+
+
+def move_statistics(module: nn.Module, parameter: Tensor, device: torch.device) -> None:
+    """Move what belongs to a quantised parameter to a device, and leave the parameter where it is."""
+    state: Any = getattr(parameter, "quant_state", None)
+    if state is not None:
+        state.to(device)
+    for holder in (parameter, getattr(module, "state", None) if type(module).__name__ == "Linear8bitLt" else None):
+        if isinstance(scales := getattr(holder, "SCB", None), Tensor):
+            holder.SCB = scales.to(device)

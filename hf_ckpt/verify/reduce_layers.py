@@ -123,7 +123,7 @@ def policy_rules(kept: Sequence[KeptLayers], disk: Path) -> list[dict[str, Any]]
                 continue
             for at, entry in row.items():
                 alike.setdefault(replace(entry, why="", snapshots=None), []).append(at)
-        rules += [{**stack, **_rule(entry, at, disk)} for entry, at in alike.items() if entry.recomputes]
+        rules += [{**stack, **_rule(entry, at, disk)} for entry, at in alike.items() if entry.recomputes or entry.weights]
     return rules or [{"mode": Mode.NONE.value}]
 
 
@@ -140,6 +140,8 @@ def _rule(entry: LayerPlan, layers: list[int], disk: Path) -> dict[str, Any]:
         # Of any size: tensors of a reduced model are under any size that pays.
         path = str(disk) if entry.offload.to == TO_DISK else None
         rule["offload"] = replace(entry.offload, path=path, min_bytes=0).to_dict()
+    if entry.weights is not None:
+        rule["weights"] = entry.weights.to_dict()
     return rule
 
 
