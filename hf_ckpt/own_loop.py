@@ -143,6 +143,7 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         save: see `Rule`.
         offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`. With `"auto"`, as for
             `HFCkptCallback`; so are `tiles` and `head`.
+        weights: see `Rule`: `"cpu"`, or a mapping with the fields of `Weights`. With `"auto"`, as for `HFCkptCallback`.
         tiles: see `Rule`.
         head: `"chunked"` computes logits and loss for some tokens at a time, so that the logits are never held.
         skip_frozen: leave alone the layers that need no gradient.

@@ -128,7 +128,8 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
     planned = (_auto(predictor, device, say) for device in devices)
     rows = tuple(planned) if decides == AUTO else (_own(predictor, devices, say),)
     say("Simulating an evaluation ...")
-    found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation(rows[0].memory and rows[0].memory.plan))
+    plan = None if rows[0].memory is None else rows[0].memory.plan
+    found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation(plan))
     yield found
     # Nothing is left of the planner's rows where they were first.
     for row in chain(fixed_rows(predictor, devices, say, names or tuple(FIXED)), planned):

@@ -119,7 +119,8 @@ def _on_device_but_weights(model: PreTrainedModel, recipe: Recipe) -> PreTrained
     device = PartialState().device
     let_wait_until_planned(model, find_layers(model), device)
     # Accelerate leaves a quantised model where this says that it is.
-    model.hf_device_map = {"": device.type if device.index is None else device.index}
+    loaded: Any = model
+    loaded.hf_device_map = {"": device.type if device.index is None else device.index}
     return model
 
 

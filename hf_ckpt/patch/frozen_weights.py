@@ -61,7 +61,7 @@ def check_weights(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None
     settings = list(dict.fromkeys(each for _, _, each in waiting))
     if len(settings) > 1:
         raise PolicyError(
-            f'Rules differ in weights: {", ".join(str(each.to_dict()) for each in settings)}. One engine moves the '
+            f"Rules differ in weights: {', '.join(str(each.to_dict()) for each in settings)}. One engine moves the "
             "weights of all layers: write the same in each rule."
         )
     if is_sharded(model) or deepspeed.is_sharded(model):
@@ -83,7 +83,7 @@ def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan
     waiting = layers_that_wait(plan, stacks)
     if not waiting or has_no_values(model):
         return
-    owners, layers, staying = owners_of(model), [], dict[str, str]()
+    owners, layers, staying = owners_of(model), list[LayerWeights](), dict[str, str]()
     for path, layer, _ in waiting:
         found = _taken_over(layer.module)
         if found is None:
@@ -92,14 +92,14 @@ def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan
             found = LayerWeights(path, tensors, _device_of(tensors))
         layers.append(found)
     if not any(each.names for each in layers):
-        reasons = "; ".join(f"{name} is {reason}" for name, reason in staying.items())
+        why = "; ".join(f"{name} is {reason}" for name, reason in staying.items())
         raise UnsupportedError(
             f"The policy lets frozen weights wait on the host (weights: cpu), but the {len(layers)} layers that it "
-            f"reaches have none that could: {reasons or 'their weights are trained'}. Leave weights out."
+            f"reaches have none that could: {why or 'their weights are trained'}. Leave weights out."
         )
     if staying:
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in list(staying.items())[:3])
-        logger.info("%d weights stay on the device: %s%s", len(staying), reasons, "; ..." if len(staying) > 3 else ".")
+        why = "; ".join(f"{name} ({reason})" for name, reason in list(staying.items())[:3])
+        logger.info("%d weights stay on the device: %s%s", len(staying), why, "; ..." if len(staying) > 3 else ".")
     engine = WaitingWeights(waiting[0][2], layers)
     patches[0].waiting = engine
     engine.pack()
@@ -141,7 +141,7 @@ def _taken_over(module: nn.Module) -> LayerWeights | None:
     weights: LayerWeights | None = vars(module).pop(_HANDED_OVER, None)
     if weights is not None and not weights.is_packed:
         # Adapters that came since were made where their weights are.
-        module._apply(partial(Tensor.to, device=weights.device))
+        _apply(module, partial(Tensor.to, device=weights.device))
         vars(module).pop(_APPLY, None)
     return weights
 
@@ -183,7 +183,13 @@ def _apply_to_others(
                 if parameter is not None and id(parameter) in waiting:
                     move_statistics(module, parameter, weights.device)
     with _left_out(weights, layer):
-        return type(layer)._apply(layer, fn, recurse)
+        _apply(layer, fn, recurse)
+    return layer
+
+
+def _apply(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> None:
+    """Run the `_apply` of a module's class: `to` and the like."""
+    type(module)._apply(module, fn, recurse)
 
 
 @contextmanager

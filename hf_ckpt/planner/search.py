@@ -194,10 +194,8 @@ class StepPlanner:
         weights = Weights()
         moving = WeightsPlanner(self._simulator, weights, lambda other: smallest)
         if moving.can_wait:
-            moved = moving.with_all(smallest)
-            yield OptionChange(
-                {"weights": weights.to}, lambda: self._simulator.verdict(moved, capacity).needed_bytes, moving.host_bytes
-            )
+            verdict = partial(self._simulator.verdict, moving.with_all(smallest), capacity)
+            yield OptionChange({"weights": weights.to}, lambda: verdict().needed_bytes, moving.host_bytes)
 
     @cached_property
     def _chains(self) -> _Chains:

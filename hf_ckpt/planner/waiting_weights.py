@@ -147,4 +147,3 @@ class WeightsPlanner:
 def is_plain(plan: Plan) -> bool:
     """Whether nothing is recomputed or moved: no plan is faster."""
     return all(replace(entry, why="") == NONE for stack in plan.stacks for entry in stack.layers)
-

@@ -17,7 +17,7 @@ from hf_ckpt.policy.options import (
     parse_tiles,
     parse_weights,
 )
-from hf_ckpt.policy.plan import LayerPlan, Plan, with_entries
+from hf_ckpt.policy.plan import Plan, with_entries
 from hf_ckpt.policy.policy import AUTO
 
 Moved = TypeVar("Moved", Offload, Weights)
@@ -124,11 +124,13 @@ def cap_to_free_memory(allowed: Allowed, free_bytes: int | None) -> Allowed:
     """Return what is allowed where so much host memory is free; None where that is not known."""
     if free_bytes is None:
         return allowed
+    free = free_bytes
 
     def capped(asked: Moved | None) -> Moved | None:
         if asked is None or asked.to != TO_CPU:
             return asked
-        return replace(asked, host_memory=min(free_bytes, free_bytes if asked.host_memory is None else asked.host_memory))
+        granted = free if asked.host_memory is None else asked.host_memory
+        return replace(asked, host_memory=min(free, granted))
 
     return replace(allowed, offload=capped(allowed.offload), weights=capped(allowed.weights))
 

@@ -81,8 +81,8 @@ class LayerPlan:
 
     def in_short(self) -> str:
         """Return mode and modifiers without their details, such as `full + offload`."""
-        modifiers = [("nested", self.nested), ("offload", self.offload), ("tiles", self.tiles), ("weights", self.weights)]
-        return " + ".join([str(self.mode), *(name for name, value in modifiers if value)])
+        modifiers = ("nested", "offload", "tiles", "weights")
+        return " + ".join([str(self.mode), *(name for name in modifiers if getattr(self, name))])
 
     def describe(self) -> str:
         """Return mode and modifiers, and why they are not what the policy asked for, as one short phrase."""

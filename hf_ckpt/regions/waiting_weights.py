@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.options import Weights
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import unobserved
@@ -327,7 +326,7 @@ def _add(waiting: dict[Memory, tuple[str, list[Tensor]]], name: str, tensor: Ten
 
 
 def _memory_of(tensor: Tensor) -> Memory:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 Memory = tuple[int, int]
@@ -449,8 +448,9 @@ class WaitingWeights:
     def begin_backward(self, index: int) -> None:
         """Have a layer's weights on the device until backward comes to the next one, whose weights start coming."""
         with self._lock:
-            if self.backward not in (None, index, *self._forwards):
-                self.layers[self.backward].rest()
+            before = self.backward
+            if before is not None and before not in (index, *self._forwards):
+                self.layers[before].rest()
             self.backward = index
             self._use(index)
             self._fetch_ahead(range(index - 1, -1, -1))

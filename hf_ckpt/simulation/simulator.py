@@ -245,11 +245,10 @@ class StepSimulator:
         changed_by: Change | None = None,
     ) -> TracedStep:
         """Simulate the step event by event. See `simulate`; the plan is one of this model's."""
-        whole = plan
-        if plan is not None and (plan := without_waiting_weights(plan)) is not whole:
-            bare = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
-            moved = partial(self._with_waiting_weights, bare, whole)
-            return moved() if traces_all or explains or changed_by else self._known.traced(self._key(whole), moved)
+        if plan is not None and (bare := without_waiting_weights(plan)) is not plan:
+            traced = self.trace(bare, traces_all=traces_all, explains=explains, changed_by=changed_by)
+            moved = partial(self._with_waiting_weights, traced, plan)
+            return moved() if traces_all or explains or changed_by else self._known.traced(self._key(plan), moved)
         key, plan = self._key(plan), None if plan is None else resolve_fractions(plan)
         if traces_all or changed_by is not None:
             change = changed_by or nullcontext

@@ -49,14 +49,13 @@ def let_weights_wait(
     indices: dict[tuple[int, int], int] = {}
     layers: list[_CountedWeights] = []
     gone: list[tuple[str, Tensor]] = []
-    settings = None
-    for path, layer, settings in layers_that_wait(plan, stacks):
+    waiting = layers_that_wait(plan, stacks)
+    for path, layer, _ in waiting:
         tensors, _ = waiting_tensors(layer.module, owners)
         indices[places[layer.module]] = len(layers)
         layers.append(_CountedWeights(path, tensors, torch.device("cpu")))
         gone += [(f"{path}.{name}", each[0]) for name, each in tensors]
-    assert settings is not None, "the plan lets some wait"
-    engine = WaitingWeights(settings, layers)
+    engine = WaitingWeights(waiting[0][2], layers)
     written = _Written(tape, rounding)
     for each in layers:
         each.written = written

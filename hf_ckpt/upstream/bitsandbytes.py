@@ -57,6 +57,7 @@ def move_statistics(module: nn.Module, parameter: Tensor, device: torch.device) 
     state: Any = getattr(parameter, "quant_state", None)
     if state is not None:
         state.to(device)
-    for holder in (parameter, getattr(module, "state", None) if type(module).__name__ == "Linear8bitLt" else None):
+    holders: tuple[Any, ...] = (parameter, getattr(module, "state", None))
+    for holder in holders if type(module).__name__ == "Linear8bitLt" else ():
         if isinstance(scales := getattr(holder, "SCB", None), Tensor):
             holder.SCB = scales.to(device)

@@ -123,7 +123,8 @@ def policy_rules(kept: Sequence[KeptLayers], disk: Path) -> list[dict[str, Any]]
                 continue
             for at, entry in row.items():
                 alike.setdefault(replace(entry, why="", snapshots=None), []).append(at)
-        rules += [{**stack, **_rule(entry, at, disk)} for entry, at in alike.items() if entry.recomputes or entry.weights]
+        does = ((entry, at) for entry, at in alike.items() if entry.recomputes or entry.weights is not None)
+        rules += [{**stack, **_rule(entry, at, disk)} for entry, at in does]
     return rules or [{"mode": Mode.NONE.value}]
 
 

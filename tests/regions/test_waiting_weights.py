@@ -1,4 +1,4 @@
-"""Frozen weights that wait on the host: the step is that without it, bit by bit, whoever looks at the model meanwhile."""
+"""Frozen weights that wait on the host: the step is that without it, bit by bit, whoever looks meanwhile."""
 
 from __future__ import annotations
 
