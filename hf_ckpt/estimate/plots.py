@@ -27,8 +27,7 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import COLOURS, StepMemory
 from hf_ckpt.units import UNITS, format_bytes
 
-Points = Sequence[tuple[float, float]]
-"""(x, bytes); x are seconds, or numbers of checkpoints."""
+Points = Sequence[tuple[float, float]]  # (x, bytes); x are seconds, or numbers of checkpoints.
 
 WIDTH = 720.0
 _LETTER, _LINE_HEIGHT = 7.2, 16.0

@@ -38,8 +38,7 @@ from hf_ckpt.verify.reduce_layers import KeptLayers, adapters_of, modules_of, po
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
 _KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype", "num_labels")
-_MAX_PARAMETERS = 300_000_000
-"""Of a reduced model; it is trained several times, on a CPU."""
+_MAX_PARAMETERS = 300_000_000  # Of a reduced model; it is trained several times, on a CPU.
 _MAX_ROWS = 2
 _TEXT_SHAPE = 2, 24
 _STD_FOR_ZEROS = 0.02
