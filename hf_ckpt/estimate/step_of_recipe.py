@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
@@ -274,8 +275,7 @@ def _version_words(recipe: Recipe, model: Any, weights: Weights) -> str:
 
 
 def _class_name(model: Any) -> str:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__
+    return type(without_adapter(model)).__name__
 
 
 def step_of(recipe: Recipe, sharding: Sharding) -> Step:
