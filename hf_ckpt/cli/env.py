@@ -67,7 +67,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     found = versions("numpy", "datasets", "trl")
     known = [each for each in (*_outside_of_bounds(found), *KNOWN) if _applies(each, found)]
-    off = list(_features_off())
+    missing = {
+        name: extra for name, extra in {**EXTRAS, "trl": "trl"}.items() if importlib.util.find_spec(name) is None
+    }
+    off = [Off(extra, name, f"not installed. Run: {install_command(extra)}") for name, extra in missing.items()]
+    # Names of other libraries that this version of them has not.
+    off += [Off(*each) for each in upstream.missing()]
     with quiet():
         torch_build, devices = _devices()
     if options.json:
@@ -83,8 +88,9 @@ def _run(options: argparse.Namespace) -> int:
     rows = [*found.items(), ("torch is", torch_build)]
     rows += [("device", f"{each['name']}, {format_bytes(int(each['memory_bytes']))}") for each in devices]
     print(*columns(rows), sep="\n")
+    names = [" with ".join(f"{name} {found[name]}" for name in each.packages) for each in known]
     for title, lines in (
-        ("Known of these versions:", [f"{_named(each, found)}: {each.what} {each.do}" for each in known]),
+        ("Known of these versions:", [f"{n}: {each.what} {each.do}" for n, each in zip(names, known, strict=True)]),
         ("Off here:", [f"{each.feature} ({each.name}): {each.reason}" for each in off]),
     ):
         print(f"\n{title}", *[wrapped(line, indent="  ", hang="    ") for line in lines or ["nothing"]], sep="\n")
@@ -114,18 +120,6 @@ def _outside_of_bounds(found: Mapping[str, str]) -> Iterator[Known]:
                 f"hf_ckpt is tested from {needs.specifier} on.",
                 f'Run: pip install "{needs.name}{needs.specifier}"',
             )
-
-
-def _named(known: Known, found: Mapping[str, str]) -> str:
-    return " with ".join(f"{name} {found[name]}" for name in known.packages)
-
-
-def _features_off() -> Iterator[Off]:
-    for package, extra in {**EXTRAS, "trl": "trl"}.items():
-        if importlib.util.find_spec(package) is None:
-            yield Off(extra, package, f"not installed. Run: {install_command(extra)}")
-    # Names of other libraries that this version of them has not.
-    yield from (Off(*each) for each in upstream.missing())
 
 
 def _devices() -> tuple[str, list[dict[str, str | int]]]:

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,15 +28,14 @@ from hf_ckpt.cli.shared_options import (
     add_recipe_arguments,
     check_config_file,
     count,
-    quieten_peft,
     shipped_config,
 )
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, RecipeError, SavedFilesError
 from hf_ckpt.garbage_collection import imports_are_no_garbage
+from hf_ckpt.upstream import OLD_NAMES
 
-_FLAGS = ("print", "resume", "merge")
-"""The options that are said or not."""
+_FLAGS = ("print", "resume", "merge")  # The options that are said or not.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +64,9 @@ def _train(options: argparse.Namespace) -> int:
         with processes:
             _carry_out(options, processes)
     except HFCkptError as error:
-        if processes.rank == 0 or not _is_said_by_another(processes, error):
+        # What the callback raises of plans and checkpoints, it raises with the same words in all processes.
+        is_said = isinstance(error, PlanMismatchError | SavedFilesError) or processes.is_printed_by_another(error)
+        if processes.rank == 0 or not is_said:
             speaker = "" if processes.rank == 0 else f"[process {processes.rank}] "
             print(f"{speaker}{error}", file=sys.stderr)
         return FAILS if isinstance(error, OutOfMemoryError) else WRONG_INPUT
@@ -85,7 +87,12 @@ def _carry_out(options: argparse.Namespace, processes: LaunchedProcesses) -> Non
         from hf_ckpt.finetune.train import finetune
 
     finetune(recipe, is_resumed=options.resume, is_merged=options.merge, processes=processes)
-    _leave(processes)
+    if processes.size > 1:
+        from torch import distributed
+
+        # When all are through, as torch asks for at the end of a program.
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -104,20 +111,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _is_said_by_another(processes: LaunchedProcesses, error: HFCkptError) -> bool:
-    # What the callback raises of plans and checkpoints, it raises with the same words in all processes.
-    return isinstance(error, PlanMismatchError | SavedFilesError) or processes.is_printed_by_another(error)
-
-
-def _leave(processes: LaunchedProcesses) -> None:
-    """Leave the process group when all are through, as torch asks for at the end of a program."""
-    if processes.size > 1:
-        from torch import distributed
-
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-
-
 def _quieten(*, is_first: bool) -> None:
     """Show what this package says, once, and leave out what libraries say of themselves at every start."""
     logging.basicConfig(format="%(message)s")
@@ -128,7 +121,9 @@ def _quieten(*, is_first: bool) -> None:
         # Before the libraries are imported, which read it then.
         for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-    quieten_peft()
+    # peft imports bitsandbytes where it is installed, which tells on the CPU of kernels that it does not need.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", OLD_NAMES, FutureWarning)
     # Where DeepSpeed is installed, accelerate imports it, and it tells on standard output that it found no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
 
@@ -204,25 +199,23 @@ def _run_or_launch(options: argparse.Namespace) -> int:
     if not options.print:
         require_for(recipe, "datasets", *(["deepspeed"] if _is_deepspeed(options.config_file) else []))
     if options.config_file is None:
-        _check_gpus(options.processes)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *_launch_options(options)]
+        import torch
+
+        # Without a GPU, accelerate would start one process whatever is asked.
+        if (wanted := options.processes) > (num_gpus := torch.accelerator.device_count()):
+            raise RecipeError(f"--processes {wanted}: each has a GPU of its own, and this machine has {num_gpus}.")
+    # Else the launcher adds a traceback of its own to what the processes said.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    if options.config_file is not None:
+        command += ["--config_file", str(options.config_file)]
+    else:
+        # Every option is given, so that accelerate names no defaults. Precision is the recipe's.
+        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += [] if options.processes is None else ["--num_processes", str(options.processes)]
     command += ["--module", "hf_ckpt.cli.finetune", options.recipe, *options.overrides]
     command += [f"--{name}" for name in _FLAGS if getattr(options, name)]
     # In place of this process: signals and the exit code are the launcher's.
     os.execv(sys.executable, command)
-
-
-def _launch_options(options: argparse.Namespace) -> Iterator[str]:
-    # Else the launcher adds a traceback of its own to what the processes said.
-    yield "--quiet"
-    path: Path | None = options.config_file
-    if path is not None:
-        yield from ("--config_file", str(path))
-    else:
-        # Every option is given, so that accelerate names no defaults. Precision is the recipe's.
-        yield from ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
-    if options.processes is not None:
-        yield from ("--num_processes", str(options.processes))
 
 
 def _is_deepspeed(path: Path | None) -> bool:
@@ -230,15 +223,6 @@ def _is_deepspeed(path: Path | None) -> bool:
     return (
         path is not None and re.search(r"^distributed_type: *DEEPSPEED\b", path.read_text(), re.MULTILINE) is not None
     )
-
-
-def _check_gpus(num_processes: int) -> None:
-    """Refuse more processes than there are GPUs; without one, accelerate starts one process whatever is asked."""
-    import torch
-
-    num_gpus = torch.accelerator.device_count()
-    if num_processes > num_gpus:
-        raise RecipeError(f"--processes {num_processes}: each has a GPU of its own, and this machine has {num_gpus}.")
 
 
 FINETUNE = Command(_command_parser, _run_or_launch, "train as a recipe says")

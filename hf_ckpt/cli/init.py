@@ -9,9 +9,10 @@ from pathlib import Path
 
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.model_options import add_model_options, model_of, require_for, training_of
-from hf_ckpt.cli.shared_options import HOLDS, Command, check_devices, check_folder, command_parser, say
+from hf_ckpt.cli.shared_options import HOLDS, Command, check_folder, command_parser, say
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import METHODS, Recipe, Training
+from hf_ckpt.simulation.devices import find_device
 
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
 _COLUMNS = "a `text`, a `prompt` and a `completion`, or `messages`"
@@ -49,23 +50,17 @@ def _run(options: argparse.Namespace) -> int:
     check_folder("--out", path)
     recipe = replace(training_of(options), data=options.data).recipe_for(model_of(options.model))
     if options.device is not None:
-        check_devices([options.device])
+        find_device(options.device)
         require_for(recipe)
     path.write_text(recipe_text(recipe, path), encoding="utf-8")
-    _say_what_is_next(path, options)
-    return HOLDS if options.device is None else _estimate(path, options.device)
-
-
-def _say_what_is_next(path: Path, options: argparse.Namespace) -> None:
     estimate = "" if options.device is not None else f"hf-ckpt estimate {path}, and "
     say(f"Wrote {path}. Next: {estimate}hf-ckpt finetune {path}.")
     data = Path(options.data).expanduser()
     if data.suffix in _FILES and not data.exists():
         say(f"{options.data} is not there yet. Each row of it has {_COLUMNS}.")
-
-
-def _estimate(path: Path, device: str) -> int:
-    words = ["estimate", str(path), "--device", device, "--quick"]
+    if options.device is None:
+        return HOLDS
+    words = ["estimate", str(path), "--device", options.device, "--quick"]
     return ESTIMATE.run(ESTIMATE.parser().parse_intermixed_args(words[1:], argparse.Namespace(words=words)))
 
 

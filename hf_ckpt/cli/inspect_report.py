@@ -155,8 +155,7 @@ def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
     yield f"  outside the layers: {format_bytes(outside(memory))}"
 
 
-_SMALL = 0.01
-"""Share of a layer's bytes below which tensors are counted together."""
+_SMALL = 0.01  # Share of a layer's bytes below which tensors are counted together.
 _SHOWN_MODULES = 2
 
 
@@ -174,7 +173,11 @@ class _Kind(NamedTuple):
 def ledger(memory: StepMemory) -> Iterator[str]:
     """Yield lines of text: for each kind of layer what it holds, the most first."""
     kinds: dict[tuple[str, tuple[_Kind, ...]], tuple[list[_Kind], list[int]]] = {}
-    for (stack, layer_idx), tensors in _by_layer(memory.ledger).items():
+    by_layer: dict[tuple[str, int], list[HeldTensor]] = {}
+    for tensor in memory.ledger:
+        if tensor.place.layer_idx is not None:
+            by_layer.setdefault((tensor.place.stack, tensor.place.layer_idx), []).append(tensor)
+    for (stack, layer_idx), tensors in sorted(by_layer.items()):
         held = [_kind(tensor, f"{stack}.{layer_idx}") for tensor in tensors]
         # What the last layer returns is held for what comes after the layers: that makes it no other kind.
         alike = tuple(kind._replace(why="") for kind in held)
@@ -189,14 +192,6 @@ def ledger(memory: StepMemory) -> Iterator[str]:
 def outside(memory: StepMemory) -> int:
     """Return the bytes that are held outside the layers."""
     return sum(held.num_bytes for held in memory.ledger if held.place.layer_idx is None)
-
-
-def _by_layer(held: Sequence[HeldTensor]) -> dict[tuple[str, int], list[HeldTensor]]:
-    found: dict[tuple[str, int], list[HeldTensor]] = {}
-    for tensor in held:
-        if tensor.place.layer_idx is not None:
-            found.setdefault((tensor.place.stack, tensor.place.layer_idx), []).append(tensor)
-    return dict(sorted(found.items()))
 
 
 def _ranges(indices: Sequence[int]) -> str:
@@ -232,16 +227,15 @@ def _rows(held: Sequence[_Kind], total: int) -> Iterator[str]:
     ordered = sorted(sizes, key=lambda kind: -sizes[kind])
     shown = [kind for kind in ordered if sizes[kind] >= _SMALL * total]
     rest = ordered[len(shown) :]
-    rows = [_row(kind, modules[kind]) for kind in shown]
+    rows = []
+    for kind in shown:
+        names = modules[kind]
+        times = "" if len(names) == 1 else f"{len(names)} x "
+        different = list(dict.fromkeys(names))
+        more = f" and {len(different) - _SHOWN_MODULES} more" if len(different) > _SHOWN_MODULES else ""
+        where = ", ".join(different[:_SHOWN_MODULES]) + more
+        rows.append((kind.part, kind.operator, f"{times}{format_bytes(kind.num_bytes)}", kind.what, where, kind.why))
     if rest:
         number, size = sum(len(modules[kind]) for kind in rest), sum(sizes[kind] for kind in rest)
         rows.append(("", "smaller tensors", format_bytes(size), f"{number} together", "", ""))
     return columns(rows, numeric=(2,))
-
-
-def _row(kind: _Kind, names: Sequence[str]) -> tuple[str, ...]:
-    times = "" if len(names) == 1 else f"{len(names)} x "
-    modules = list(dict.fromkeys(names))
-    more = f" and {len(modules) - _SHOWN_MODULES} more" if len(modules) > _SHOWN_MODULES else ""
-    where = ", ".join(modules[:_SHOWN_MODULES]) + more
-    return kind.part, kind.operator, f"{times}{format_bytes(kind.num_bytes)}", kind.what, where, kind.why

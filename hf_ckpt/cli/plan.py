@@ -70,7 +70,9 @@ def _run(options: argparse.Namespace) -> int:
     # What is wrong here is refused before torch is loaded.
     recipe = read_recipe_or_model(options)
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
-    _check_out(options.out)
+    if options.out is not None and options.out.suffix != ".json":
+        raise RecipeError(f"--out {options.out}: recipes know a plan's file by its ending. Write {options.out}.json.")
+    check_folder("--out", options.out)
     check_predicting(options, [options.device] if options.device else [])
     if options.device is None and not may_have_gpu() and not recipe.training.get("use_cpu"):
         amount = _amount(recipe, budget)
@@ -120,12 +122,6 @@ def _amount(recipe: Recipe, budget: Budget | None) -> Budget | None:
     """Return the budget to plan for: that of the command, or the recipe's own."""
     own = None if recipe.checkpointing is None else recipe.checkpointing.budget
     return own if budget is None else budget
-
-
-def _check_out(path: Path | None) -> None:
-    if path is not None and path.suffix != ".json":
-        raise RecipeError(f"--out {path}: recipes know a plan's file by its ending. Write {path}.json.")
-    check_folder("--out", path)
 
 
 def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argparse.Namespace) -> None:

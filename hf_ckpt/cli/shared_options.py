@@ -24,7 +24,6 @@ from hf_ckpt.policy.options import TO_CPU, HeadMode, parse_offload, parse_weight
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.upstream import OLD_NAMES
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.step_of_recipe import Subject
@@ -139,13 +138,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def quieten_peft() -> None:
-    """Leave out what peft's import and use tell that nobody can act on."""
-    # It imports bitsandbytes where it is installed, which tells on the CPU of kernels that it does not need.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", OLD_NAMES, FutureWarning)
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep what libraries print and warn of out of the report: nothing is trained, and nobody can act on it."""
@@ -179,7 +171,8 @@ def check_predicting(options: argparse.Namespace, devices: Sequence[str]) -> Non
     check_config_file("--accelerate-config", options.accelerate_config, or_use="--engine and --processes")
     _launch(options).check()
     check_folder("--html", options.html)
-    check_devices(devices)
+    for name in devices:
+        find_device(name)
     if options.plot is not None:
         require("matplotlib")
         check_folder("--plot", options.plot)
@@ -196,12 +189,6 @@ def check_config_file(option: str, path: Path | None, or_use: str = "--processes
     if path is not None and not path.is_file():
         known = ", ".join(shipped.names(_CONFIGS))
         raise RecipeError(f"{option}: there is no file {path}. Name one or one of {known}, or use {or_use}.")
-
-
-def check_devices(names: Sequence[str]) -> None:
-    """Refuse devices that nobody knows, before torch is loaded."""
-    for name in names:
-        find_device(name)
 
 
 def add_cache_option(parser: argparse.ArgumentParser) -> None:

@@ -76,14 +76,10 @@ def _run(options: argparse.Namespace) -> int:
 class Answer:
     """What the page shows."""
 
-    verdict: str
-    """With the peak; or why there is none."""
-    plan: str = ""
-    """What each layer does."""
-    recipe: str = ""
-    """YAML, as `hf-ckpt init` writes it."""
-    page: str = ""
-    """HTML, as `hf-ckpt estimate --html` writes it."""
+    verdict: str  # With the peak; or why there is none.
+    plan: str = ""  # What each layer does.
+    recipe: str = ""  # YAML, as `hf-ckpt init` writes it.
+    page: str = ""  # HTML, as `hf-ckpt estimate --html` writes it.
 
 
 def models() -> list[str]:
@@ -97,15 +93,10 @@ def models() -> list[str]:
 def answer(
     model: str | None, method: str, card: str, length: float | None, batch: float | None, *, is_hosted: bool = False
 ) -> Answer:
-    """Return what is predicted of a model, or why nothing can be.
+    """Return what is predicted of a model, by its id on the hub or its folder, or why nothing can be.
 
-    Args:
-        model: its id on the hub, or its folder.
-        method: one of `METHODS`.
-        card: one of `CARDS`.
-        length: tokens of the longest row.
-        batch: rows of a micro-batch.
-        is_hosted: whether others ask: folders of this machine are not theirs.
+    `method` and `card`: of `METHODS` and `CARDS`. `length`, `batch`: tokens of the longest row, rows of a micro-batch.
+    `is_hosted`: whether others ask: folders of this machine are not theirs.
     """
     try:
         training = Training(method=METHODS[method], length=_whole("length", length), batch=_whole("batch", batch))
@@ -204,12 +195,7 @@ def framed(page: str) -> str:
 
 
 def launch(*, is_hosted: bool = False, **where: Any) -> str:
-    """Serve the page and return its address.
-
-    Args:
-        is_hosted: see `blocks`.
-        where: `server_name`, `server_port` and `prevent_thread_lock` of Gradio's `launch`.
-    """
+    """Serve the page and return its address. `where`: options of Gradio's `launch`."""
     with quiet():
         # Torch and transformers take seconds, which those who ask do not have to wait for.
         importlib.import_module("hf_ckpt.estimate.estimate")

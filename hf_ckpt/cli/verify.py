@@ -15,7 +15,14 @@ from hf_ckpt.cli.model_options import read_recipe, require_for
 from hf_ckpt.cli.shared_options import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, recipe_parser, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.garbage_collection import imports_are_no_garbage
-from hf_ckpt.verify.processes import PROGRESS, run_in_processes, write_result
+from hf_ckpt.verify.processes import (
+    PROGRESS,
+    end_process,
+    join_processes,
+    run_in_processes,
+    with_engine,
+    write_result,
+)
 
 if TYPE_CHECKING:
     from hf_ckpt.recipe.recipe import Recipe
@@ -69,7 +76,11 @@ def _run(options: argparse.Namespace) -> int:
         return _show(_verified(recipe, options, setup, say), options)
     if not recipe.path.is_file():
         raise RecipeError(f"--processes {options.processes}: {recipe.path} can be read once. Write it to a file.")
-    found = run_in_processes(_for_others(options), num_processes=options.processes, say=say)
+    words = ["verify", options.recipe, *options.overrides, *(["--full"] if options.full else [])]
+    for name in ("steps", "engine", "setup"):
+        value = getattr(options, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    found = run_in_processes(words, num_processes=options.processes, say=say)
     from hf_ckpt.verify.report import Report
 
     return _show(Report.from_json(found), options)
@@ -111,15 +122,6 @@ def _setup(written: str | None) -> Callable[[Any], None] | None:
 # --- Several processes: the one that asks, and those that answer. ---
 
 
-def _for_others(options: argparse.Namespace) -> list[str]:
-    words = ["verify", options.recipe, *options.overrides]
-    words += ["--full"] if options.full else []
-    for name in ("steps", "engine", "setup"):
-        value = getattr(options, name)
-        words += [] if value is None else [f"--{name}", str(value)]
-    return words
-
-
 def _run_as_one_of_many(options: argparse.Namespace) -> int:
     report, refusal, code = None, "", HOLDS
     try:
@@ -128,8 +130,6 @@ def _run_as_one_of_many(options: argparse.Namespace) -> int:
         # Not 0, so that torchrun ends the others, which may be waiting for this one.
         refusal, code = str(error), WRONG_INPUT
     write_result(options.answers, report, refusal)
-    from hf_ckpt.verify.processes import end_process
-
     end_process(code)
 
 
@@ -138,8 +138,6 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
     require_for(recipe, "datasets")
     setup = _setup(options.setup)
     with quiet():
-        from hf_ckpt.verify.processes import join_processes, with_engine
-
         is_first = join_processes()
 
         def tell(text: str) -> None:

@@ -25,8 +25,7 @@ from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import parse_budget
 
-Asked = Recipe | str | os.PathLike[str] | nn.Module
-"""A recipe, the path of one, or a model: live, or on `meta`."""
+Asked = Recipe | str | os.PathLike[str] | nn.Module  # A recipe, the path of one, or a model: live, or on `meta`.
 
 
 def simulate(

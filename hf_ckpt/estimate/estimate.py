@@ -21,8 +21,7 @@ from hf_ckpt.simulation.fit import Capacity, Fit, Verdict, judge
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import Budget, format_bytes
 
-RECIPE = "recipe"
-"""Names of the rows of the recipe's own plan and of the planner's."""
+RECIPE = "recipe"  # Names of the rows of the recipe's own plan and of the planner's.
 
 SENT, WAITING, LEAST = "full, offload", "full, weights", "full, offload, tiles, head"
 """The rows of what keeps layers' inputs on the host, or frozen weights, and of all that saves activations."""
@@ -38,8 +37,7 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
 }
 """Policies that every model is estimated under, by the name of their row. Of the activations the last keeps least."""
 
-QUICK = ("none", "full")
-"""Those of them that a quick estimate has."""
+QUICK = ("none", "full")  # Those of them that a quick estimate has.
 
 Say = Callable[[str], None]
 
@@ -126,7 +124,11 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
     predictor = Predictor(subject, devices[0])
     decides = AUTO if is_auto(subject.recipe) else RECIPE
     planned = (_auto(predictor, device, say) for device in devices)
-    rows = tuple(planned) if decides == AUTO else (_own(predictor, devices, say),)
+    if decides == AUTO:
+        rows = tuple(planned)
+    else:
+        say(f"Simulating {subject.title} ...")
+        rows = (judged(predictor, RECIPE, subject.plan, devices, decides=True),)
     say("Simulating an evaluation ...")
     plan = None if rows[0].memory is None else rows[0].memory.plan
     found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation(plan))
@@ -140,11 +142,6 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
 def num_estimate_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] = ()) -> int:
     """Return how many rows an estimate will have."""
     return len(names or FIXED) + len(devices) + (not is_auto(subject.recipe))
-
-
-def _own(predictor: Predictor, devices: Sequence[Device], say: Say) -> Row:
-    say(f"Simulating {predictor.subject.title} ...")
-    return judged(predictor, RECIPE, predictor.subject.plan, devices, decides=True)
 
 
 def judged(
@@ -194,7 +191,12 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     can_wait = predictor.subject.allowed.weights is not None and predictor.has_waiting_weights
     weights = 0 if can_wait else predictor.weights_and_gradients
     if own_budget(predictor.subject) is None and weights > device.memory_bytes:
-        return Row(AUTO, None, _no_room_for(weights, capacity.num_bytes), device)
+        refusal = (
+            f"No plan fits memory_budget={format_bytes(capacity.num_bytes)}: weights and gradients alone take "
+            f"{format_bytes(weights)} under any plan. Use fewer or smaller weights, more devices that share them, or "
+            "a larger device."
+        )
+        return Row(AUTO, None, refusal, device)
     say(_first_verdict(predictor, device))
     try:
         planned = predictor.planned(capacity, say, compare=True)
@@ -202,14 +204,6 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
         return Row(AUTO, None, str(error), device)
     row = judged(predictor, AUTO, planned.plan, [device], decides=True)
     return replace(row, memory=planned.memory, device=device, exactness=planned.exactness)
-
-
-def _no_room_for(weights_bytes: int, budget_bytes: int) -> str:
-    return (
-        f"No plan fits memory_budget={format_bytes(budget_bytes)}: weights and gradients alone take "
-        f"{format_bytes(weights_bytes)} under any plan. Use fewer or smaller weights, more devices that share them, or "
-        "a larger device."
-    )
 
 
 def _first_verdict(predictor: Predictor, device: Device) -> str:

@@ -66,10 +66,8 @@ def with_rows(step: Step, rows: int) -> Step:
     return replace(step, batch_size=rows, is_padded=step.is_padded or rows > 1)
 
 
-_MOST_RUNS = 4
-"""Of a layer under a binomial schedule."""
-_SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Of the layers that offload, where there is a cap on host memory."""
+_MOST_RUNS = 4  # Of a layer under a binomial schedule.
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # Of the layers that offload, where there is a cap on host memory.
 
 
 def largest_of_all(predictor: Predictor, capacity: Capacity, *, is_length: bool) -> Limit:
@@ -101,7 +99,13 @@ def leanest_plans(subject: Subject) -> Iterator[Plan]:
     """Yield the plans that may need least: each layer recomputed, with all that is allowed, and run several times."""
     subject = replace(subject, allowed=subject.allowed.in_turn[-1])
     longest = max((len(stack.layers) for stack in subject.stacks), default=1)
-    plans = [plan for way in _ways(subject.allowed, longest) if (plan := _with_least_head(subject, way)) is not None]
+    plans = []
+    for way in _ways(subject.allowed, longest):
+        # With a chunked head where that is allowed and the model has one.
+        for head in ("chunked", "plain") if subject.allowed.head else ("plain",):
+            with suppress(HFCkptError):
+                plans.append(subject.resolve(**way, head=head))
+                break
     yield from (_leaner_where_possible(plan, subject) for plan in plans or [subject.resolve("none")])
 
 
@@ -113,14 +117,6 @@ def _ways(allowed: Allowed, num_layers: int) -> Iterator[dict[str, Any]]:
     yield {"policy": "full"}
     yield {"policy": "full", "segment_size": "sqrt", "nested": True}
     yield {"policy": "full", "nested": REVOLVE, "snapshots": fewest_snapshots(num_layers, _MOST_RUNS)}
-
-
-def _with_least_head(subject: Subject, way: dict[str, Any]) -> Plan | None:
-    """Return the plan with a chunked head where that is allowed and the model has one; None where there is no plan."""
-    for head in ("chunked", "plain") if subject.allowed.head else ("plain",):
-        with suppress(HFCkptError):
-            return subject.resolve(**way, head=head)
-    return None
 
 
 def _with_all_allowed(entry: LayerPlan, layer: Layer, allowed: Allowed) -> LayerPlan:
@@ -205,19 +201,13 @@ def grids(predictor: Predictor, say: Say) -> dict[str, Any]:
 
 def _peaks(predictor: Predictor, name: str, plan: Plan | None, say: Say) -> Iterator[dict[str, Any]]:
     step, capacity = predictor.subject.step, predictor.capacity(predictor.device)
-    for length in _lengths(step.seq_length, predictor.subject.longest):
-        for rows in _powers(step.batch_size):
+    own, longest = step.seq_length, predictor.subject.longest
+    # The recipe's length, halves and doubles of it, up to what the model has positions for.
+    around = {max(1, own >> power) for power in range(_SHORTER + 1)} | {own << power for power in range(_LONGER + 1)}
+    batches = {1 << power for power in range(_GRID_ROWS) if 1 << power <= max(_GRID_ROWS, step.batch_size)}
+    for length in sorted(length for length in around if longest is None or length <= max(longest, own)):
+        for rows in sorted(batches | {step.batch_size}):
             say(f"Simulating {name}: {rows} x {length:,} tokens ...")
             verdict = predictor.verdict(plan, capacity, with_rows(with_length(step, length), rows))
             fits = str(verdict.fit)
             yield {"seq_length": length, "batch_size": rows, "peak_bytes": verdict.peak_bytes, "fits": fits}
-
-
-def _lengths(own: int, longest: int | None) -> list[int]:
-    """Return the recipe's length, halves and doubles of it, up to what the model has positions for."""
-    around = {max(1, own >> power) for power in range(_SHORTER + 1)} | {own << power for power in range(_LONGER + 1)}
-    return sorted(length for length in around if longest is None or length <= max(longest, own))
-
-
-def _powers(own: int) -> list[int]:
-    return sorted({1 << power for power in range(_GRID_ROWS) if 1 << power <= max(_GRID_ROWS, own)} | {own})

@@ -62,16 +62,15 @@ _PRECOMPUTE = "precompute_ref_log_probs"
 def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> tuple[nn.Module, TrainerLoss, str]:
     """Return the model of a recipe whose trainer is one of trl, on `meta` with adapters, its loss, and that in words.
 
-    Args:
-        recipe: the recipe.
-        base: the model on `meta`, quantised and without adapters.
-        sharding: the engine.
-
-    Raises:
-        RecipeError: trl refuses the recipe, or its step is not simulated.
+    `base`: the model on `meta`, quantised and without adapters. Raises RecipeError where trl refuses the recipe, or its
+    step is not simulated.
     """
     images = image_rows_of(recipe, base) if recipe.kind.reads_images else None
-    _check_rewards(recipe)
+    if rewards := [name for name in recipe.reward_funcs if is_model(name)]:
+        raise RecipeError(
+            f"{REWARDS}: {rewards[0]} is a model. It is on the device with the one that is trained, and is not "
+            "counted. Estimate without it, and add what it takes."
+        )
     trainer = _unstarted(recipe, base, torch.device("meta"))
     model = meta_copy(trainer.model)
     try:
@@ -85,16 +84,11 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> tuple[nn.Module, 
         )
     if images is not None:
         return model, replace(loss, batch=images), f"{_words(loss, recipe)}; {images.describe()}"
-    return model, _of_any_length(loss), _words(loss, recipe)
-
-
-def _check_rewards(recipe: Recipe) -> None:
-    models = [name for name in recipe.reward_funcs if is_model(name)]
-    if models:
-        raise RecipeError(
-            f"{REWARDS}: {models[0]} is a model. It is on the device with the one that is trained, and is not counted. "
-            "Estimate without it, and add what it takes."
-        )
+    batch: Any = loss.batch
+    if getattr(batch, "kl_lengths", None) is not None:
+        # Rows with another example's completion may be as long as those with their own, whatever data there will be.
+        loss = replace(loss, batch=replace(batch, kl_lengths=(sys.maxsize, sys.maxsize)))
+    return model, loss, _words(loss, recipe)
 
 
 def running_step(
@@ -102,11 +96,7 @@ def running_step(
 ) -> tuple[nn.Module, dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]]:
     """Return the step of a recipe whose trainer is one of trl, to be run: model with adapters, inputs, loss of inputs.
 
-    Args:
-        recipe: the recipe.
-        base: the model on the device, without adapters.
-        step: its sizes, and the loss of `own_step`.
-        place: the device.
+    `base`: the model on the device, without adapters. `step`: its sizes, and the loss of `own_step`.
     """
     trainer = _unstarted(recipe, base, place)
     own: Any = step.loss
@@ -115,14 +105,6 @@ def running_step(
     stand_in.accelerator.device = place
     inputs = {name: value.to(place) for name, value in own.make_inputs(step, model).items()}
     return model, inputs, partial(stand_in.compute_loss, model)
-
-
-def _of_any_length(loss: TrainerLoss) -> TrainerLoss:
-    """Let rows with another example's completion be as long as those with their own, whatever data there will be."""
-    batch: Any = loss.batch
-    if getattr(batch, "kl_lengths", None) is None:
-        return loss
-    return replace(loss, batch=replace(batch, kl_lengths=(sys.maxsize, sys.maxsize)))
 
 
 def _words(loss: TrainerLoss, recipe: Recipe) -> str:
@@ -155,7 +137,7 @@ class _Unstarted(Trainer):
             autocast=nullcontext,
             is_main_process=True,
             device=torch.device("cpu"),
-            prepare_model=_as_it_is,
+            prepare_model=lambda model, **options: model,
             state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None),
         )
 
@@ -167,10 +149,6 @@ class _Unstarted(Trainer):
 
     def _send_telemetry(self) -> None:
         """Tell nobody of what is not run."""
-
-
-def _as_it_is(model: Any, **options: Any) -> Any:
-    return model
 
 
 def _unstarted(recipe: Recipe, base: Any, place: torch.device) -> Any:
@@ -247,8 +225,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 _TOKEN = 5
 _OF_PATCHES = ("patch_size", "spatial_merge_size", "temporal_patch_size")
-_MOST_OBLONG = 200
-"""The processor refuses images whose sides differ by more."""
+_MOST_OBLONG = 200  # The processor refuses images whose sides differ by more.
 
 
 @dataclass(frozen=True)

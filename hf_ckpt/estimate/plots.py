@@ -7,8 +7,8 @@ figures are made directly, without pyplot and its global state.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -27,8 +27,7 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import COLOURS, StepMemory
 from hf_ckpt.units import UNITS, format_bytes
 
-Points = Sequence[tuple[float, float]]
-"""(x, bytes); x are seconds, or numbers of checkpoints."""
+Points = Sequence[tuple[float, float]]  # (x, bytes); x are seconds, or numbers of checkpoints.
 
 WIDTH = 720.0
 _LETTER, _LINE_HEIGHT = 7.2, 16.0
@@ -53,17 +52,12 @@ class Frame:
     floor: float = 0.0
 
     @classmethod
-    def around(
-        cls, points: Points, height: float, *, left: float = 64.0, right: float = 704.0, **edges: float
-    ) -> Frame:
-        """Return a frame of a picture that is so high, with room around the points."""
+    def around(cls, points: Points, left: float, right: float, top: float, bottom: float, floor: float) -> Frame:
+        """Return a frame with room around the points."""
         times = [x for x, _ in points]
         room = 0.06 * (max(times) - min(times)) or 0.1 * max(times) or 1.0
         ceiling = 1.08 * max(peak for _, peak in points)
-        edges = {"top": 26.0, **edges}
-        return cls(
-            left, right, bottom=height - 44.0, low=min(times) - room, high=max(times) + room, ceiling=ceiling, **edges
-        )
+        return cls(left, right, top, bottom, min(times) - room, max(times) + room, ceiling, floor)
 
     def at(self, x: float, num_bytes: float) -> tuple[float, float]:
         """Return where a point lies."""
@@ -87,7 +81,7 @@ class Frame:
 
     def limit(self, device: Device, words: str) -> Iterator[str]:
         """Yield what a device has, where it lies in the picture."""
-        if device.memory_bytes and device.memory_bytes <= self.ceiling:
+        if device.memory_bytes and self.floor <= device.memory_bytes <= self.ceiling:
             _, y = self.at(self.low, device.memory_bytes)
             yield _line((self.left, y), (self.right, y), "limit")
             yield _text(words, self.right, y - 6, "end")
@@ -114,7 +108,7 @@ def _curve(points: Points) -> str:
     return element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_="stairs")
 
 
-def point(at: tuple[float, float], said: str, kind: str, **more: object) -> str:
+def _mark(at: tuple[float, float], said: str, kind: str, **more: object) -> str:
     """Return a mark, with what is said of it when it is pointed at."""
     x, y = (f"{each:.1f}" for each in at)
     return element("circle", element("title", escape(said)), cx=x, cy=y, r=7, class_=kind, **more)
@@ -123,7 +117,7 @@ def point(at: tuple[float, float], said: str, kind: str, **more: object) -> str:
 # --- Names beside their points. ---
 
 
-def labels(
+def _labels(
     points: Mapping[str, tuple[float, float]], lines: Iterable[Points], frame: Frame, *, all_: bool
 ) -> Iterator[str]:
     """Yield names beside their points where there is room, where neither a name nor a point nor a line is.
@@ -143,12 +137,9 @@ def labels(
             is_free = not any(
                 box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in taken
             )
+            # To a name that is further away leads a line, unless it would lead over another mark.
             end = (at, low - 4) if abs(low - y) > 2 * _LINE_HEIGHT else (x, y)
-            if (
-                inside
-                and is_free
-                and (end == (x, y) or not any(_lies_on(other, (x, y), end) for other in points.values()))
-            ):
+            if inside and is_free and not any(_lies_on(other, (x, y), end) for other in points.values()):
                 taken.append(box)
                 if end != (x, y):
                     yield _line((x, y), end, "leader")
@@ -157,11 +148,14 @@ def labels(
 
 
 def _lies_on(mark: tuple[float, float], begin: tuple[float, float], end: tuple[float, float]) -> bool:
-    """Whether a line to a mark leads over another one."""
-    along, from_begin = (tuple(to - at for to, at in zip(each, begin, strict=True)) for each in (end, mark))
-    share = sum(map(operator.mul, along, from_begin)) / sum(each**2 for each in along)
-    nearest = [at + share * step for at, step in zip(begin, along, strict=True)]
-    return mark != begin and 0 < share < 1 and math.dist(mark, nearest) < 6
+    """Whether a line that begins at a mark leads over another one."""
+    length = math.dist(begin, end)
+    if mark == begin or not length:
+        return False
+    (x, y), (to_x, to_y), (at_x, at_y) = begin, end, mark
+    along, aside = to_x - x, to_y - y
+    share = ((at_x - x) * along + (at_y - y) * aside) / length**2
+    return 0 < share < 1 and math.dist(mark, (x + share * along, y + share * aside)) < 6
 
 
 def _places(x: float, y: float, far: int) -> Iterator[tuple[float, float, str]]:
@@ -192,7 +186,7 @@ def frontier_svg(
     # Of a page that can be pointed at memory begins at zero; where all names are written they get the room.
     least, most = (find(peak for _, peak in (*curve, *marks.values())) for find in (min, max))
     floor = 0.0 if said or least < most / 3 else least - 0.2 * (most - least)
-    frame = Frame.around([*curve, *marks.values()], height, floor=floor)
+    frame = Frame.around([*curve, *marks.values()], 64.0, WIDTH - 16, 26.0, height - 44, floor)
     drawn = [*frame.axes("peak", "a step takes")]
     drawn += frame.limit(device, f"{device.title}, {format_bytes(device.memory_bytes)}")
     # Between two choices the slower one is the best that fits.
@@ -202,12 +196,11 @@ def frontier_svg(
     drawn.append(_curve(line))
     for seconds, peak in curve:
         words = f"the planner, for less: peak {format_bytes(peak)}, a step in {format_seconds(seconds)}"
-        drawn.append(
-            point(frame.at(seconds, peak), words, "point choice", data_row=f"curve {seconds} {peak}", data_said=words)
-        )
+        row = f"curve {seconds} {peak}"
+        drawn.append(_mark(frame.at(seconds, peak), words, "point choice", data_row=row, data_said=words))
     for number, (name, step) in enumerate(steps.items()):
         words = said(name, step) if said else name
-        drawn.append(point(frame.at(*marks[name]), words, "point", data_row=number, data_said=words, tabindex=0))
+        drawn.append(_mark(frame.at(*marks[name]), words, "point", data_row=number, data_said=words, tabindex=0))
     names = {name: frame.at(*mark) for name, mark in marks.items()}
     if not said:
         # Equal ones share a mark, and the line has its name where it is farthest from them.
@@ -216,7 +209,7 @@ def frontier_svg(
         if curve:
             free = max((frame.at(*each) for each in curve), key=lambda at: min(math.dist(at, other) for other in there))
             names["planner"] = free
-    drawn += labels(names, [line], frame, all_=not said)
+    drawn += _labels(names, [line], frame, all_=not said)
     return svg(WIDTH, height, *drawn, label="peak memory against the time of a step")
 
 
@@ -245,7 +238,7 @@ def steps_svg(steps: Mapping[str, StepMemory], device: Device) -> str:
         drawn += polygons(moments, shown, colours, frame.at)
         drawn += frame.limit(device, format_bytes(device.memory_bytes))
         title = f"{name}: {format_bytes(step.peak_bytes)}"
-        drawn.append(element("text", escape(title), x=f"{x + 64:.1f}", y=f"{y + 16:.1f}", text_anchor="start"))
+        drawn.append(element("text", escape(title), x=x + 64, y=y + 16, text_anchor="start"))
     used = [category for category in COLOURS if any(category in edges for _, edges in stacked.values())]
     for number, category in enumerate(used):
         row, column = divmod(number, 4)
@@ -269,17 +262,17 @@ def checkpoints_svg(panels: Mapping[str, tuple[Points, str, Points]], optimum: f
         marks, line = ([(math.log2(x), peak) for x, peak in each] for each in (simulated, curve))
         floor = 0.9 * min(peak for _, peak in (*marks, *line))
         left = across * number + 64
-        frame = Frame.around([*marks, *line], height, left=left, right=left + across - 100, top=50.0, floor=floor)
+        frame = Frame.around([*marks, *line], left, left + across - 100, 50.0, height - 44, floor)
         ticks = ((float(power), str(2**power)) for power in range(math.ceil(frame.low), int(frame.high) + 1))
         drawn += frame.axes("peak", "checkpoints (segments, each with a saved input)", ticks)
         best = [frame.at(math.log2(optimum), level) for level in (frame.floor, frame.ceiling)]
         places, along = [frame.at(*each) for each in marks], [frame.at(*each) for each in line]
-        drawn += [_line(*best, "best"), _curve(along), *(point(at, title, "point") for at in places)]
+        drawn += [_line(*best, "best"), _curve(along), *(_mark(at, title, "point") for at in places)]
         drawn.append(element("text", escape(title), x=left, y=20, text_anchor="start"))
         # The first points are where the curves are far from everything else.
         names = {f"sqrt(L) = {optimum:.3g}": frame.at(math.log2(optimum), 0.95 * frame.ceiling + 0.05 * frame.floor)}
         names |= {"simulated": min(places), formula: along[1]}
-        drawn += labels(names, [best, along, *([at, at] for at in places)], frame, all_=True)
+        drawn += _labels(names, [best, along, *([at, at] for at in places)], frame, all_=True)
     return svg(across * len(panels), height, *drawn, label="memory against the number of checkpoints")
 
 
@@ -305,15 +298,13 @@ def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
         ("segments", False, "k inputs + L/k layers"),
         ("nested segments", True, "k + L/k inputs"),
     ):
-        try:
-            plans = {size: subject.resolve("full", segment_size=size, nested=nested) for size in sorted(sizes)}
-        except HFCkptError:
-            continue
-        simulated = [
-            (float(math.ceil(num_layers / size)), float(predictor.memory(plan).peak_bytes))
-            for size, plan in plans.items()
-        ]
-        panels[name] = simulated, formula, list(_needed(costs, num_layers, nested))
+        simulated = []
+        # A model of which not every layer can be recomputed has no such picture.
+        with suppress(HFCkptError):
+            for size in sorted(sizes):
+                plan = subject.resolve("full", segment_size=size, nested=nested)
+                simulated.append((float(math.ceil(num_layers / size)), float(predictor.memory(plan).peak_bytes)))
+            panels[name] = simulated, formula, list(_needed(costs, num_layers, nested))
     if panels:
         yield paint(checkpoints_svg(panels, root), path.with_stem(f"{path.stem}-checkpoints"), title)
 
@@ -336,6 +327,8 @@ def title_of(subject: Subject, device: Device) -> str:
 
 _TITLE = 30
 _FONT = 11
+_NUMBERS = {"x", "y", "cx", "cy", "x1", "x2", "y1", "y2", "width", "height"}
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 _STYLES: Mapping[str, Mapping[str, Any]] = {
     "": {"color": "#1b1f24"},
     "quiet": {"color": "#57606a"},
@@ -366,29 +359,23 @@ def paint(drawing: str, path: Path, title: str) -> Path:
     panel.text(0, -12, title, fontsize=_FONT + 2)
     for drawn in root.iter():
         given, style = drawn.attrib, _STYLES[drawn.get("class", "")]
-        numbers = {
-            name: float(value)
-            for name, value in given.items()
-            if name in ("x", "y", "cx", "cy", "x1", "x2", "y1", "y2")
-        }
+        number = {name: float(given[name]) for name in _NUMBERS & given.keys()}
         places = [tuple(map(float, place.split(","))) for place in drawn.get("points", "").split()]
         match drawn.tag.rpartition("}")[2]:
             case "text":
-                anchor = {"start": "left", "middle": "center", "end": "right"}[given["text-anchor"]]
-                panel.text(
-                    numbers["x"], numbers["y"], drawn.text or "", ha=anchor, va="baseline", fontsize=_FONT, **style
-                )
+                style = {**style, "ha": _ANCHORS[given["text-anchor"]], "va": "baseline", "fontsize": _FONT}
+                panel.text(number["x"], number["y"], drawn.text or "", **style)
             case "line":
-                panel.plot([numbers["x1"], numbers["x2"]], [numbers["y1"], numbers["y2"]], **style)
+                panel.plot([number["x1"], number["x2"]], [number["y1"], number["y2"]], **style)
             case "polyline" if places:
                 panel.plot(*zip(*places, strict=True), **style)
             case "polygon":
                 panel.add_patch(Polygon(places, facecolor=given["fill"], linewidth=0))
             case "rect":
-                corner = numbers["x"], numbers["y"]
-                panel.add_patch(Rectangle(corner, float(given["width"]), float(given["height"]), color=given["fill"]))
+                size = number["width"], number["height"]
+                panel.add_patch(Rectangle((number["x"], number["y"]), *size, color=given["fill"]))
             case "circle":
                 radius = 3.5 if "choice" in given["class"] else 5.5
-                panel.add_patch(Circle((numbers["cx"], numbers["cy"]), radius, zorder=3, **style))
+                panel.add_patch(Circle((number["cx"], number["cy"]), radius, zorder=3, **style))
     figure.savefig(path)
     return path

@@ -120,15 +120,10 @@ _LARGER = ("h200", "b200")
 
 
 def devices_for(recipe: Recipe | None, names: Sequence[str]) -> tuple[Device, ...]:
-    """Return the devices to estimate for.
+    """Return the devices to estimate for, by the names that a user wrote.
 
-    Args:
-        recipe: the recipe; one that trains on the CPU is estimated for it.
-        names: of devices, as the user wrote them; where there are none, this machine's GPU, else one card of each
-            usual size.
-
-    Raises:
-        PolicyError: a name is not known.
+    Without names, a recipe that trains on the CPU is estimated for it, another one for this machine's GPU, or else for
+    one card of each usual size.
     """
     if names:
         return tuple(find_device(name) for name in names)
@@ -152,9 +147,7 @@ _OF_STEPS = {"max_length": "seq_length", "row_length": "seq_length", "per_device
 def written(subject: Subject, options: Mapping[str, object]) -> str:
     """Return options as overrides of a subject's recipe, such as `checkpointing.memory_budget=22GiB`.
 
-    Args:
-        subject: of a recipe; for that of a model, keyword arguments are returned.
-        options: by the names of `hf_ckpt.planner.advice.Write`.
+    For a subject that is a model, keyword arguments are returned. `options`: by the names of `planner.advice.Write`.
     """
     if subject.recipe is None:
         return as_keywords({_OF_STEPS.get(name, name): value for name, value in options.items()})
@@ -163,8 +156,13 @@ def written(subject: Subject, options: Mapping[str, object]) -> str:
 
 def _overrides(subject: Subject, recipe: Recipe, options: Mapping[str, object]) -> Iterator[str]:
     given = subject.command_options
-    if any(name in (*OF_AUTO, *ALLOWANCES) and name not in ("max_length", *given) for name in options):
-        yield from _policy_auto(recipe)
+    # Options of the planner leave the plan to it, where the recipe has a policy of its own.
+    is_planned = any(name in (*OF_AUTO, *ALLOWANCES) and name not in ("max_length", *given) for name in options)
+    if is_planned and not recipe.is_auto:
+        yield f"checkpointing.policy={AUTO}"
+        for name in POLICY_OPTIONS:
+            if name not in ALLOWANCES and (recipe.checkpointing or NO_CHECKPOINTING).get(name):
+                yield f"checkpointing.{name}={'false' if name == 'skip_frozen' else 'null'}"
     for name, value in options.items():
         if name in given:
             yield f"{given[name]} {value}"
@@ -176,13 +174,3 @@ def _overrides(subject: Subject, recipe: Recipe, options: Mapping[str, object]) 
         else:
             section = "data" if name == "max_length" else "training" if name in _OF_TRAINING else "checkpointing"
             yield f"{section}.{name}={value}"
-
-
-def _policy_auto(recipe: Recipe) -> Iterator[str]:
-    """Yield what leaves the plan to the planner, where the recipe has a policy of its own."""
-    if recipe.is_auto:
-        return
-    yield f"checkpointing.policy={AUTO}"
-    for name in POLICY_OPTIONS:
-        if name not in ALLOWANCES and (recipe.checkpointing or NO_CHECKPOINTING).get(name):
-            yield f"checkpointing.{name}={'false' if name == 'skip_frozen' else 'null'}"

@@ -143,11 +143,7 @@ def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def _plan_for_first_of(devices: Sequence[Device], subject: Subject) -> tuple[Plan, str]:
-    """Return the plan for the first device that has one, and for what it was made.
-
-    Raises:
-        BudgetError: that of the last device.
-    """
+    """Return the plan for the first device that has one, and for what it was made. BudgetError: of the last one."""
     first, *larger = devices
     predictor = Predictor(subject, first)
     capacity = capacity_of_subject(predictor, first)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
@@ -50,43 +51,30 @@ from hf_ckpt.trainer.input_gradients import choose_input_gradients, switch_input
 from hf_ckpt.upstream.transformers import attention_of, experts_of
 
 _SDPA = "sdpa"
-_EVERYWHERE = ("eager", _SDPA)
-"""The attention that needs no GPU."""
+_EVERYWHERE = ("eager", _SDPA)  # The attention that needs no GPU.
+_OTHER_ATTENTION = f"attention {_SDPA} in place of {{}}: both keep the output and one number a token and head"
 _HALF = ("bfloat16", "float16")
 _NOT_COUNTED = "not counted", "the time that takes, what functions take that reward completions, and evaluation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is estimated.
+    """What is estimated."""
 
-    Args:
-        title: the recipe's file, or the model's class.
-        model: on `meta`, with quantised weights and adapters as the recipe says.
-        step: the optimizer step.
-        stacks: the model's layers.
-        plan: what the recipe's policy means for them; None without a policy.
-        facts: what was taken for what, as (name, text) rows.
-        weights: its numbers by dtype, and its adapter; None of a model that is taken as it is.
-        structure: `layers`, `attention` and `ffn` of the recipe's policy, where they are not found by structure.
-        allowed: what a plan that is chosen for a budget may hold besides modes.
-        longest: tokens that the model has positions for; None where its config does not say.
-        recipe: where it came from, if from a recipe.
-        command_options: options of the command that were given in place of keys of `checkpointing`, by the key.
-    """
-
-    title: str
-    model: Any
+    title: str  # The recipe's file, or the model's class.
+    model: Any  # On `meta`, with quantised weights and adapters as the recipe says.
     step: Step
     stacks: tuple[Stack, ...]
-    plan: Plan | None = None
-    facts: tuple[tuple[str, str], ...] = ()
-    weights: Weights | None = None
+    plan: Plan | None = None  # What the recipe's policy means for them; None without a policy.
+    facts: tuple[tuple[str, str], ...] = ()  # What was taken for what, as (name, text) rows.
+    weights: Weights | None = None  # None of a model that is taken as it is.
     structure: Mapping[str, Any] = field(default_factory=dict)
-    allowed: Allowed = field(default_factory=Allowed)
-    longest: int | None = None
+    """`layers`, `attention` and `ffn` of the recipe's policy, where they are not found by structure."""
+    allowed: Allowed = field(default_factory=Allowed)  # What a plan that is chosen for a budget may hold besides modes.
+    longest: int | None = None  # Tokens that the model has positions for; None where its config does not say.
     recipe: Recipe | None = None
     command_options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the command that were given in place of keys of `checkpointing`, by the key."""
 
     @property
     def class_name(self) -> str:
@@ -98,15 +86,9 @@ class Subject:
         return StepSimulator(self.model, self.step, device, self.structure)
 
     def resolve(self, policy: object, **options: Any) -> Plan:
-        """Return what a policy means for this model.
+        """Return what a policy, as `Policy.parse` reads it, or a plan means for this model.
 
-        Args:
-            policy: what `Policy.parse` reads, or a plan for this model.
-            options: those of `Policy.parse`.
-
-        Raises:
-            PolicyError: the policy cannot be read, or does not suit the model.
-            UnsupportedError: it could not be exact.
+        Raises PolicyError where it cannot be read or does not suit the model, UnsupportedError where it is not exact.
         """
         parsed = parse(policy, **options)
         if isinstance(parsed, Plan):
@@ -123,20 +105,16 @@ class Subject:
 def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[str, str] | None = None) -> Subject:
     """Make a recipe's model on `meta`, and read its step.
 
-    Args:
-        recipe: the recipe.
-        launch: the engine, where the recipe itself does not name it.
-        structure: `layers`, `attention` and `ffn`, in place of the recipe's.
-
-    Raises:
-        RecipeError: the config cannot be had, a section does not suit the model, or the recipe cannot be simulated.
-        PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
+    `launch`: the engine, where the recipe itself does not name it. `structure`: `layers`, `attention` and `ffn`, in
+    place of the recipe's. Raises RecipeError where the config cannot be had, a section does not suit the model, or the
+    recipe cannot be simulated; PolicyError, StructureError or UnsupportedError where the policy does not suit it.
     """
     # Before the model is built: what is wrong here takes no time to find.
     step = step_of(recipe, sharding_of(recipe, launch or Launch()))
     found = find_config(recipe)
     base = _quantised(_base(recipe, found, torch.device("meta")), recipe, found)
     words: list[tuple[str, str]] = []
+    wanted = recipe.model.get("attn_implementation")
     if recipe.kind.of_trl:
         # trl, and the datasets that it needs, are loaded for recipes that ask for it.
         from hf_ckpt.estimate.own_loss import own_step
@@ -165,7 +143,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
             *_facts(found, recipe, model, step, weights),
             *words,
             *((("before", f"{step.prepares}, scoring"), _NOT_COUNTED) if step.prepares else ()),
-            *_changed(recipe),
+            *((("changed", _OTHER_ATTENTION.format(wanted)),) if wanted not in (None, *_EVERYWHERE) else ()),
         ),
         weights=weights,
         structure=names,
@@ -173,17 +151,17 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         longest=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         recipe=recipe,
     )
-    plan = _own_plan(subject, recipe)
+    # For `auto` one is planned.
+    if recipe.checkpointing is None:
+        own = training_value(recipe, "gradient_checkpointing") or recipe.training.get("activation_checkpointing")
+        plan = subject.resolve("full") if own else None
+    else:
+        plan = None if recipe.is_auto else subject.resolve(checkpointing.policy, **checkpointing.policy_options)
     return replace(subject, plan=plan, allowed=subject.allowed if plan is None else allowed_in(plan))
 
 
 def subject_of_model(model: nn.Module, step: Step) -> Subject:
-    """Take a model as it is: on `meta`, on the CPU or on a device.
-
-    Args:
-        model: the model; it is not changed.
-        step: the optimizer step.
-    """
+    """Take a model as it is: on `meta`, on the CPU or on a device. It is not changed."""
     return Subject(title=_class_name(model), model=model, step=step, stacks=find_layers(model))
 
 
@@ -192,27 +170,11 @@ def is_auto(recipe: Recipe | None) -> bool:
     return recipe is not None and recipe.is_auto
 
 
-def _own_plan(subject: Subject, recipe: Recipe) -> Plan | None:
-    """Return what the recipe's policy means for the model; None without one, and for `auto`, which is planned."""
-    checkpointing = recipe.checkpointing
-    if checkpointing is None:
-        own = training_value(recipe, "gradient_checkpointing") or recipe.training.get("activation_checkpointing")
-        return subject.resolve("full") if own else None
-    if is_auto(recipe):
-        return None
-    return subject.resolve(checkpointing.policy, **checkpointing.policy_options)
-
-
 # --- The model. ---
 
 
 def random_model(recipe: Recipe, place: torch.device) -> nn.Module:
-    """Make a recipe's model with random weights on a device, with adapters and without quantisation.
-
-    Args:
-        recipe: the recipe.
-        place: the device.
-    """
+    """Make a recipe's model with random weights on a device, with adapters and without quantisation."""
     return with_empty_adapter(random_base(recipe, place), recipe, low_cpu_mem_usage=False).to(place)
 
 
@@ -227,7 +189,10 @@ def _base(recipe: Recipe, found: Found, place: torch.device) -> Any:
     if wanted is not None:
         # Kernels that are installed only where there is a GPU have a stand-in.
         section["attn_implementation"] = wanted if wanted in _EVERYWHERE else _SDPA
-    _set_vocabulary(found)
+    fields, tokenizer = (found.section.get(name) for name in ("config", "tokenizer"))
+    if fields is not None and "vocab_size" not in fields and isinstance(tokenizer, Mapping):
+        # The vocabulary is the tokenizer's, which is trained to this size.
+        found.config.vocab_size = int(tokenizer["train"]["vocab_size"])
     with place:
         return made(found.config, section, recipe, dtype=_dtype(recipe, found))
 
@@ -241,14 +206,6 @@ def _dtype(recipe: Recipe, found: Found) -> torch.dtype:
         written = found.config.dtype if is_loaded else found.section.get("dtype", "float32")
     dtype = getattr(torch, written) if isinstance(written, str) else written
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def _set_vocabulary(found: Found) -> None:
-    """Give a config whose vocabulary is the tokenizer's the size that the tokenizer is trained to."""
-    fields = found.section.get("config")
-    tokenizer = found.section.get("tokenizer")
-    if fields is not None and "vocab_size" not in fields and isinstance(tokenizer, Mapping):
-        found.config.vocab_size = int(tokenizer["train"]["vocab_size"])
 
 
 def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
@@ -290,12 +247,6 @@ def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weight
     yield "versions", _version_words(recipe, model, weights)
 
 
-def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    wanted = recipe.model.get("attn_implementation")
-    if wanted not in (None, *_EVERYWHERE):
-        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a token and head"
-
-
 def describe_rows(step: Step) -> str:
     """Return a micro-batch in words, such as `2 sequences of 2,048 tokens, padded`."""
     rows = "1 sequence" if step.rows == 1 else f"{step.rows} sequences"
@@ -324,20 +275,11 @@ def _version_words(recipe: Recipe, model: Any, weights: Weights) -> str:
 
 
 def _class_name(model: Any) -> str:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__
+    return type(without_adapter(model)).__name__
 
 
 def step_of(recipe: Recipe, sharding: Sharding) -> Step:
-    """Return the step of a recipe, with rows of `data.max_length` tokens.
-
-    Args:
-        recipe: the recipe.
-        sharding: the engine, and how many ranks share.
-
-    Raises:
-        RecipeError: the recipe asks for something that is not simulated.
-    """
+    """Return the step of a recipe, with rows of `data.max_length` tokens; refuse what is not simulated."""
     for name, (without, reason) in NOT_SIMULATED.items():
         if recipe.training.get(name):
             raise RecipeError(
@@ -360,12 +302,7 @@ def step_of(recipe: Recipe, sharding: Sharding) -> Step:
 
 
 def evaluation_step_of(recipe: Recipe, step: Step) -> Step | None:
-    """Return a batch of the recipe's evaluation, or None where it does not evaluate.
-
-    Args:
-        recipe: the recipe.
-        step: its training step.
-    """
+    """Return a batch of the recipe's evaluation, by its training step, or None where it does not evaluate."""
     training = recipe.training
     if recipe.kind.generates:
         # It generates, too.

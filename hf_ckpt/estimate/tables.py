@@ -22,8 +22,7 @@ from hf_ckpt.units import UNITS, format_bytes
 FIT_WORDS = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}
 """Whether a step fits, by the value of a `Fit`."""
 
-Document = Mapping[str, Any]
-"""What `estimate.estimate_as_json` returns, or a part of it."""
+Document = Mapping[str, Any]  # What `estimate.estimate_as_json` returns, or a part of it.
 
 _WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 80, 60, 120
 """Columns where no terminal says how many it has, the fewest that a table needs, and the most that are easy to read."""
@@ -191,8 +190,7 @@ def _what(document: Document) -> str:
     return "The recipe (no plan)" if own["plan"] is None else "The recipe's plan"
 
 
-_ONLY = "only by giving cached blocks back"
-"""What `perhaps` means."""
+_ONLY = "only by giving cached blocks back"  # What `perhaps` means.
 _PERHAPS = f"perhaps: torch reserves more than there is room for; it fits {_ONLY} (retries)."
 _FITS = {"yes": "fits", "perhaps": "perhaps", "no": "does not"}
 
@@ -256,18 +254,13 @@ def on_cached_blocks(document: Document) -> Iterator[str]:
         reserved = f"torch reserves {format_bytes(found['reserved_bytes'])} for a peak of"
         text = f"On {found['device']} {reserved} {format_bytes(found['peak_bytes'])}, and has no room for it"
         if found.get("retries_per_step") is not None:
-            text = f"{text}: it gives cached blocks back, {_when(found['retries_per_step'])}"
+            number = found["retries_per_step"]
+            each = f"{number} time{'s' if number > 1 else ''} in each step, which the time of a step does not count"
+            text = f"{text}: it gives cached blocks back, {each if number else 'in the first steps'}"
         if found.get("expandable_bytes"):
             expandable = format_bytes(found["expandable_bytes"])
             text = f"{text}. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves {expandable} and fits"
         yield f"{text}."
-
-
-def _when(retries_per_step: int) -> str:
-    if not retries_per_step:
-        return "in the first steps"
-    times = f"{retries_per_step} time{'s' if retries_per_step > 1 else ''}"
-    return f"{times} in each step, which the time of a step does not count"
 
 
 def _range(low: int, high: int) -> str:

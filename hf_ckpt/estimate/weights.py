@@ -16,8 +16,7 @@ EXPERTS, EMBEDDINGS, HEAD, LINEAR, OTHERS = "experts", "embeddings", "head", "li
 _BITS = " bits"
 _EXPERT_DIMS = 3
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_NAMED = 0.9
-"""The share of what is not quantised that is told by name."""
+_NAMED = 0.9  # The share of what is not quantised that is told by name.
 _KINDS = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "VERA": "VeRA", "XLORA": "X-LoRA"}
 """How kinds of adapters are written, where not as PEFT writes them."""
 
@@ -59,12 +58,9 @@ class Adapter:
 class Weights:
     """How many numbers a model has."""
 
-    by_dtype: Mapping[str, int]
-    """Without what an adapter adds; `4 bits` and `8 bits` where they are quantised."""
-    not_quantised: Mapping[str, int]
-    """Of a quantised model: what the others are, as `EXPERTS`, `HEAD` and so on."""
-    num_experts: int
-    """Of those without what an adapter adds."""
+    by_dtype: Mapping[str, int]  # Without what an adapter adds; `4 bits` and `8 bits` where they are quantised.
+    not_quantised: Mapping[str, int]  # Of a quantised model: what the others are, as `EXPERTS`, `HEAD` and so on.
+    num_experts: int  # Of those without what an adapter adds.
     trained_by_dtype: Mapping[str, int]
     adapter: Adapter | None = None
 
@@ -89,7 +85,12 @@ class Weights:
         parts = [f"{_short(number)}{each} in {kind}" for kind, number in self.by_dtype.items()]
         text = parts[0] if len(parts) == 1 else f"{_short(self.num_all)} parameters: {', '.join(parts)}"
         if not self.num_experts:
-            return f"{text}{self._ends()}"
+            names: list[str] = []
+            told = 0
+            for name, number in self.not_quantised.items():
+                if told < _NAMED * sum(self.not_quantised.values()):
+                    names, told = [*names, name], told + number
+            return f"{text} ({', '.join(names)})" if names else text
         why = ", as bitsandbytes quantises linear layers only" if self.is_quantised else ""
         return f"{text}, {_short(self.num_experts)} of them experts{why}"
 
@@ -98,14 +99,6 @@ class Weights:
         of_all = "all" if self.num_trained == self.num_all else f"{self.num_trained:,} numbers"
         adapter = "" if self.adapter is None else f": {self.adapter.describe()}"
         return f"{of_all} in {' and '.join(self.trained_by_dtype)}{adapter}"
-
-    def _ends(self) -> str:
-        names: list[str] = []
-        told = 0
-        for name, number in self.not_quantised.items():
-            if told < _NAMED * sum(self.not_quantised.values()):
-                names, told = [*names, name], told + number
-        return f" ({', '.join(names)})" if names else ""
 
 
 def weights_of(model: nn.Module) -> Weights:

@@ -21,7 +21,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, allocated_bytes, part_of
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.fit import Capacity, Fit, Verdict, capacity_of
+from hf_ckpt.simulation.fit import Capacity, Fit, capacity_of
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.trainer.batch import Batch, batch_of
@@ -179,23 +179,15 @@ def _simulated(
     causes = list(failure.causes(predicted))
     yield from _because(causes)
     if verdict.fit is not Fit.YES:
-        yield from _what_fits(predictor, predicted, capacity)
+        try:
+            yield f"What {_auto(predictor, capacity)}."
+        except BudgetError as error:
+            yield str(error)
+            yield from _states(predicted, capacity.reserved_bytes)
     elif not causes:
-        yield from _what_leaves_room(predictor, verdict, capacity)
-
-
-def _what_fits(predictor: Predictor, predicted: StepMemory, capacity: Capacity) -> Iterator[str]:
-    try:
-        yield f"What {_auto(predictor, capacity)}."
-    except BudgetError as error:
-        yield str(error)
-        yield from _states(predicted, capacity.reserved_bytes)
-
-
-def _what_leaves_room(predictor: Predictor, verdict: Verdict, capacity: Capacity) -> Iterator[str]:
-    less = capacity.with_bytes(int((1 - 2 * MUCH) * verdict.needed_bytes))
-    with suppress(BudgetError):
-        yield f"The step was predicted to fit. What leaves more room: what {_auto(predictor, less)}."
+        less = capacity.with_bytes(int((1 - 2 * MUCH) * verdict.needed_bytes))
+        with suppress(BudgetError):
+            yield f"The step was predicted to fit. What leaves more room: what {_auto(predictor, less)}."
 
 
 def _auto(predictor: Predictor, capacity: Capacity) -> str:

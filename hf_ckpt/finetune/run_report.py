@@ -123,19 +123,12 @@ def _weights(folder: Path) -> str:
 # --- Progress, where nobody watches a terminal: a line now and then in place of bars. ---
 
 
-SECONDS_BETWEEN = 30.0
-"""Between two lines."""
-_STEPS_BEFORE_TIME = 5
-"""The first steps take longer: caches fill, and the plan is proven."""
+SECONDS_BETWEEN = 30.0  # Between two lines.
+_STEPS_BEFORE_TIME = 5  # The first steps take longer: caches fill, and the plan is proven.
 
 
 class ProgressLines(TrainerCallback):
-    """Says every 30 seconds how far a run is, and once, early, how long it will take.
-
-    Args:
-        say: prints a line, in one process.
-        is_periodic: whether there is more to say than how long it will take.
-    """
+    """Says every 30 seconds, if `is_periodic`, how far a run is, and once, early, how long it will take."""
 
     def __init__(self, say: Callable[[str], None], *, is_periodic: bool) -> None:
         self._say = say

@@ -331,13 +331,9 @@ def _trainer(
             _say(args, line)
     check_engine_runs(trainer)
     check_can_be_saved(args.device)
-    _say(args, _describe_parameters(model))
-    return trainer, callback, expected
-
-
-def _describe_parameters(model: Any) -> str:
     num_trained, num_all = num_parameters(model, only_trainable=True), num_parameters(model)
-    return f"Model: {num_all:,} parameters, {num_trained:,} of them trained ({num_trained / num_all:.2%})"
+    _say(args, f"Model: {num_all:,} parameters, {num_trained:,} of them trained ({num_trained / num_all:.2%})")
+    return trainer, callback, expected
 
 
 @contextmanager

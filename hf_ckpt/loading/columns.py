@@ -45,11 +45,7 @@ class PreparedColumns:
 
 
 def load_columns(section: Mapping[str, Any], kind: TrainerKind) -> RawSplits:
-    """Load the rows that a `data` section names, with the columns of a trainer under its names.
-
-    Raises:
-        DataError: one of them is not there.
-    """
+    """Load the rows that a `data` section names, with the columns of a trainer under its names."""
     return load_splits(section).map(partial(_renamed, section=section, kind=kind))
 
 
@@ -61,14 +57,10 @@ def prepare_columns(
     num_labels: int = 1,
     max_prompt: int = 0,
 ) -> PreparedColumns:
-    """Load what a trainer reads, and tokenise it where trl does not.
+    """Load what a trainer reads of a `data` section, and tokenise it where trl does not.
 
-    Args:
-        section: the `data` section.
-        tokenizer: gets a padding token and `data.chat_template`, in place, where it has none.
-        kind: of the trainer.
-        num_labels: that a row may have.
-        max_prompt: tokens of the longest prompt that is kept, where the trainer generates.
+    The tokenizer gets a padding token and `data.chat_template`, in place, where it has none. `num_labels`: that a row
+    may have. `max_prompt`: tokens of the longest prompt that is kept, where the trainer generates.
     """
     if not kind.reads_images:
         complete_tokenizer(tokenizer, section)

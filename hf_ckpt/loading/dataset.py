@@ -156,20 +156,18 @@ def sample_prompt_ids(prepared: PreparedData) -> list[int]:
     to what is learned of it, or its first quarter if all of it is learned.
     """
     rows = prepared.train if prepared.evaluation is None else prepared.evaluation
-    prompts = [_given(row) for row in rows.select(range(min(len(rows), NUM_PROMPTS_LOOKED_AT)))]
+    prompts = []
+    for row in rows.select(range(min(len(rows), NUM_PROMPTS_LOOKED_AT))):
+        ids = row["input_ids"]
+        given = next(at for at, label in enumerate(row["labels"]) if label != IGNORED)
+        # Only the first token is masked in an example that is learned whole.
+        prompts.append(ids[: given if given > 1 else max(1, len(ids) // 4)])
     return shortest_prompt(prompts)
 
 
 def shortest_prompt(prompts: Sequence[list[int]]) -> list[int]:
     """Return the shortest of some prompts that says something; the first one where none does."""
     return min((prompt for prompt in prompts if len(prompt) >= _SHORTEST_PROMPT), key=len, default=prompts[0])
-
-
-def _given(row: Mapping[str, list[int]]) -> list[int]:
-    ids = row["input_ids"]
-    given = next(at for at, label in enumerate(row["labels"]) if label != IGNORED)
-    # Only the first token is masked in an example that is learned whole.
-    return ids[: given if given > 1 else max(1, len(ids) // 4)]
 
 
 def _tokenise(rows: Dataset, split: str, section: Mapping[str, Any], encoder: Encoder) -> tuple[Dataset, Counts]:
@@ -184,17 +182,9 @@ def _tokenise(rows: Dataset, split: str, section: Mapping[str, Any], encoder: En
         desc=f"Tokenising {split} data",
     )
     kept = [at for at, num in enumerate(encoded["num_loss_tokens"][:]) if num]
-    counts = _count(encoded, kept)
-    if not kept:
-        raise DataError(_nothing_to_learn(split, counts, encoder))
-    examples = encoded.select_columns(["input_ids", "labels"])
-    return (examples if len(kept) == len(rows) else examples.select(kept)), counts
-
-
-def _count(encoded: Dataset, kept: list[int]) -> Counts:
     lengths: list[int] = encoded["num_tokens"][:]
     num_empty = lengths.count(0)
-    return Counts(
+    counts = Counts(
         num_rows=len(lengths),
         num_empty=num_empty,
         num_without_loss=len(lengths) - num_empty - len(kept),
@@ -202,6 +192,18 @@ def _count(encoded: Dataset, kept: list[int]) -> Counts:
         num_loss_tokens=sum(encoded["num_loss_tokens"][:]),
         lengths=[lengths[at] for at in kept],
     )
+    if not kept:
+        found = [f"{counts.num_empty:,} are empty"] if counts.num_empty else []
+        if counts.num_without_loss:
+            found.append(f"{counts.num_without_loss:,} have nothing for data.loss_on {encoder.loss_on}")
+        if counts.num_truncated:
+            found.append(f"{counts.num_truncated:,} are truncated at data.max_length {encoder.max_length}")
+        raise DataError(
+            f"None of the {counts.num_rows:,} {split} examples has a token to learn: {'; '.join(found)}. "
+            "Check data.columns and data.loss_on, or raise data.max_length."
+        )
+    examples = encoded.select_columns(["input_ids", "labels"])
+    return (examples if len(kept) == len(rows) else examples.select(kept)), counts
 
 
 def _encoder(columns: list[str], section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Encoder:
@@ -246,18 +248,6 @@ def _of_template(rows: Dataset, encoder: Encoder) -> Iterator[str]:
             "are learned like the assistant's. Set data.chat_template to one whose block holds nothing but what the "
             "assistant writes; or, if all is to be learned, data.loss_on to all."
         )
-
-
-def _nothing_to_learn(split: str, counts: Counts, encoder: Encoder) -> str:
-    found = [f"{counts.num_empty:,} are empty"] if counts.num_empty else []
-    if counts.num_without_loss:
-        found.append(f"{counts.num_without_loss:,} have nothing for data.loss_on {encoder.loss_on}")
-    if counts.num_truncated:
-        found.append(f"{counts.num_truncated:,} are truncated at data.max_length {encoder.max_length}")
-    return (
-        f"None of the {counts.num_rows:,} {split} examples has a token to learn: {'; '.join(found)}. "
-        "Check data.columns and data.loss_on, or raise data.max_length."
-    )
 
 
 def _marked_lines(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -366,6 +356,7 @@ def _attention_that_runs(model: PreTrainedModel) -> Iterator[None]:
 def _two_documents(model: PreTrainedModel) -> dict[str, Any]:
     vocab_size: int = model.config.get_text_config().vocab_size
     tokens = [(7 * at + 3) % vocab_size for at in range(_DOCUMENT_LENGTH)]
-    batch = PackingCollator()([{"input_ids": tokens}, {"input_ids": tokens[::-1]}])
+    collate = PackingCollator()  # type: ignore[no-untyped-call]  # upstream
+    batch = collate([{"input_ids": tokens}, {"input_ids": tokens[::-1]}])
     del batch["labels"]
     return {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()}

@@ -13,8 +13,7 @@ from hf_ckpt.loading.config_files import source_options
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 
-TOKENS_AROUND = 2
-"""That begin and end an image."""
+TOKENS_AROUND = 2  # That begin and end an image.
 
 
 def load_processor(model_section: Mapping[str, Any], data_section: Mapping[str, Any]) -> Any:
@@ -52,11 +51,7 @@ def _bound_pixels(reader: Any, section: Mapping[str, Any]) -> None:
 
 
 def check_images_fit(section: Mapping[str, Any], tokens_per_image: int) -> None:
-    """Refuse bounds under which a row may be cut within an image.
-
-    Raises:
-        RecipeError: the images of an example may be longer than a row.
-    """
+    """Refuse bounds under which a row may be cut within an image."""
     num_images, length = section.get("max_images", 1), section.get("max_length", DEFAULT_MAX_LENGTH)
     num_tokens = num_images * (max(1, tokens_per_image) + TOKENS_AROUND)
     if num_tokens >= length:
@@ -69,11 +64,7 @@ def check_images_fit(section: Mapping[str, Any], tokens_per_image: int) -> None:
 
 
 def check_number_of_images(rows: Dataset, section: Mapping[str, Any]) -> Dataset:
-    """Return rows with images, none of which has more of them than a recipe says.
-
-    Raises:
-        DataError: one has.
-    """
+    """Return rows with images, none of which has more of them than a recipe says."""
     # Offsets alone are read, and no image.
     chunks = rows.data.column("images").chunks
     most = max((length or 0 for chunk in chunks for length in chunk.value_lengths().to_pylist()), default=0)

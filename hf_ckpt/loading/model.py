@@ -37,7 +37,6 @@ from hf_ckpt.patch.apply import apply
 from hf_ckpt.patch.frozen_weights import let_wait_until_planned
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 from hf_ckpt.regions.offload.disk import check_path
@@ -65,20 +64,17 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
         model: torch.nn.Module = made(_config_of(shape), shape, recipe)
     model = with_empty_adapter(model, recipe)
     if recipe.checkpointing is not None:
-        _check_folders(recipe.checkpointing)
+        # A folder to offload to that cannot be written, of the policy or of one of its rules, is refused now.
+        policy = recipe.checkpointing.policy
+        rules = (recipe.checkpointing, *(policy if isinstance(policy, list) else [policy]))
+        written = [rule.get("offload") for rule in rules if isinstance(rule, Mapping)]
+        for offload in filter(None, map(parse_offload, written)):
+            if offload.path is not None:
+                check_path(offload.path)
         # Policy `auto` plans when the step is known; what any plan would be refused for is refused now.
         checked = recipe.checkpointing.with_plan(Mode.NONE.value) if recipe.is_auto else recipe.checkpointing
         apply(model, **checked.apply_options).remove()
     return model
-
-
-def _check_folders(checkpointing: Checkpointing) -> None:
-    """Refuse a folder to offload to that cannot be written, of the policy or of one of its rules."""
-    rules = checkpointing.policy if isinstance(checkpointing.policy, list) else [checkpointing.policy]
-    written = [rule.get("offload") for rule in (checkpointing, *rules) if isinstance(rule, Mapping)]
-    for offload in filter(None, map(parse_offload, written)):
-        if offload.path is not None:
-            check_path(offload.path)
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
@@ -179,7 +175,11 @@ def base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
             f"model.config.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it, "
             "or leave it out to take the tokenizer's."
         )
-    return made(config, recipe.model, recipe, dtype=_dtype(recipe.model.get("dtype", "float32")))
+    name = recipe.model.get("dtype", "float32")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise RecipeError(f'model.dtype is "{name}", which a model built from a config cannot have. Use "float32".')
+    return made(config, recipe.model, recipe, dtype=dtype)
 
 
 def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, **options: Any) -> PreTrainedModel:
@@ -197,16 +197,11 @@ def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, *
         what = "model that reads images" if recipe.kind.reads_images else what
         # What follows is a list of all classes that there are.
         said = str(error).partition("\n")[0].rstrip(".")
-        raise RecipeError(f"model: no {what} can be made: {said}.{_of_images(config, recipe)}") from error
+        more = ""
+        if not recipe.kind.reads_images and type(config) in classes_by_config(AutoModelForImageTextToText):
+            more = " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."
+        raise RecipeError(f"model: no {what} can be made: {said}.{more}") from error
     return model
-
-
-def _of_images(config: PreTrainedConfig, recipe: Recipe) -> str:
-    """Say what a model is for that reads images, where a recipe has none."""
-    reads_images = type(config) in classes_by_config(AutoModelForImageTextToText)
-    if recipe.kind.reads_images or not reads_images:
-        return ""
-    return " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."
 
 
 def _config(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> PreTrainedConfig:
@@ -215,13 +210,6 @@ def _config(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> PreTrain
     except (ValueError, TypeError) as error:
         raise RecipeError(f"model.config is not a config of transformers: {error}") from error
     return config
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise RecipeError(f'model.dtype is "{name}", which a model built from a config cannot have. Use "float32".')
-    return dtype
 
 
 def with_empty_adapter(model: torch.nn.Module, recipe: Recipe, **options: Any) -> torch.nn.Module:

@@ -71,7 +71,11 @@ def _fsdp_option(args: TrainingArguments, name: str, *, default: str) -> str:
 
 def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
     """Refuse what the engine that was asked for cannot do with this recipe."""
-    _check_parallelism(args)
+    # Matrices or rows that a launcher has processes share.
+    config = getattr(args, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (size := getattr(config, name, None) or 1) > 1:
+            raise RecipeError(f"The launcher asks for {name}={size}, and {NO_PARALLELISM}")
     engine = asked_engine(args)
     if engine.is_fsdp:
         _check_quantization(recipe, engine)
@@ -81,15 +85,6 @@ def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
     if engine is Engine.DEEPSPEED and recipe.adapter_section is None:
         # Adapters are gathered whatever the configuration says.
         _check_zero3_saving(args)
-
-
-def _check_parallelism(args: TrainingArguments) -> None:
-    """Refuse matrices or rows that a launcher has processes share."""
-    config = getattr(args, "parallelism_config", None)
-    for name in ("tp_size", "cp_size", "sp_size"):
-        size = getattr(config, name, None) or 1
-        if size > 1:
-            raise RecipeError(f"The launcher asks for {name}={size}, and {NO_PARALLELISM}")
 
 
 def _check_quantization(recipe: Recipe, engine: Engine) -> None:
@@ -119,7 +114,10 @@ def _check_quantization(recipe: Recipe, engine: Engine) -> None:
 
 
 def _check_saving(args: TrainingArguments, engine: Engine) -> None:
-    if args.save_only_model and _state_dict_type(args, engine) != "FULL_STATE_DICT":
+    # In what form accelerate saves a sharded model.
+    default = "SHARDED_STATE_DICT" if engine is Engine.FSDP2 else "FULL_STATE_DICT"
+    form = _fsdp_option(args, "state_dict_type", default=default).upper()
+    if args.save_only_model and form != "FULL_STATE_DICT":
         raise RecipeError(
             "training.save_only_model is true, but with fsdp_state_dict_type: SHARDED_STATE_DICT checkpoints hold "
             "shards, which are for resuming only. Use FULL_STATE_DICT, or training.save_only_model=false."
@@ -129,12 +127,6 @@ def _check_saving(args: TrainingArguments, engine: Engine) -> None:
             f"training.load_best_model_at_end: {engine} loads the best model from a checkpoint that can be resumed. "
             "Use training.save_only_model=false."
         )
-
-
-def _state_dict_type(args: TrainingArguments, engine: Engine) -> str:
-    """Return in what form accelerate saves a sharded model."""
-    default = "SHARDED_STATE_DICT" if engine is Engine.FSDP2 else "FULL_STATE_DICT"
-    return _fsdp_option(args, "state_dict_type", default=default).upper()
 
 
 def _check_optimizer(args: TrainingArguments) -> None:
@@ -215,17 +207,14 @@ def describe_engine(trainer: Trainer) -> str:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return f"FSDP1 on {num} processes; {_units(model, FullyShardedDataParallel)}"
     if has_shared(model):
-        return f"FSDP2 on {num} processes; {_units(model, FSDPModule)}, {_share_sharded(model):.0%} of the weights"
+        sharded = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
+        share = sharded / sum(parameter.numel() for parameter in model.parameters())
+        return f"FSDP2 on {num} processes; {_units(model, FSDPModule)}, {share:.0%} of the weights"
     return f"DDP on {num} processes; sharded: nothing, each holds the whole model"
 
 
 def _units(model: nn.Module, kind: type[object]) -> str:
     return f"sharded: {sum(isinstance(module, kind) for module in model.modules())} modules"
-
-
-def _share_sharded(model: nn.Module) -> float:
-    sizes = [(parameter.numel(), isinstance(parameter, DTensor)) for parameter in model.parameters()]
-    return sum(size for size, is_sharded in sizes if is_sharded) / sum(size for size, _ in sizes)
 
 
 def _zero_stage(trainer: Trainer) -> int | None:

@@ -41,7 +41,12 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     # OSError: a file that the section names, such as DeepSpeed's.
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise RecipeError(f"training: {recipe.kind.arguments} refuse it: {error}") from error
-    _check_reporters(args)
+    installed: list[str] = get_available_reporting_integrations()  # type: ignore[no-untyped-call]  # upstream
+    if missing := [name for name in args.report_to or [] if name not in installed]:
+        raise RecipeError(
+            f"training.report_to names {', '.join(missing)}, which is not installed here. Install it, or use "
+            f"{' or '.join(['none', *installed])}."
+        )
     if args.device.type == "cpu" and "dataloader_pin_memory" not in recipe.training:
         # Memory is pinned for a device; without one torch warns in each run.
         args.dataloader_pin_memory = False
@@ -127,18 +132,13 @@ def _check_precision(recipe: Recipe) -> None:
             "training.bf16 is true, but there is no GPU. To train on the CPU all the same, slowly, use "
             f"training.use_cpu=true. On a GPU without bfloat16 use float16: {_float16_overrides(recipe)}"
         )
-    if not _has_bfloat16():
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
+    # Older cards emulate it, at a fraction of their speed.
+    is_cuda = torch.cuda.is_available()
+    if not (torch.cuda.is_bf16_supported(including_emulation=False) if is_cuda else is_torch_bf16_gpu_available()):
+        device = torch.cuda.get_device_name() if is_cuda else "this device"
         raise RecipeError(
             f"training.bf16 is true, but {device} has no bfloat16. Use float16: {_float16_overrides(recipe)}"
         )
-
-
-def _has_bfloat16() -> bool:
-    # Older cards emulate it, at a fraction of their speed.
-    if torch.cuda.is_available():
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(is_torch_bf16_gpu_available())
 
 
 def _float16_overrides(recipe: Recipe) -> str:
@@ -152,21 +152,10 @@ def _float16_overrides(recipe: Recipe) -> str:
     return " ".join(found)
 
 
-def _check_reporters(args: TrainingArguments) -> None:
-    installed: list[str] = get_available_reporting_integrations()  # type: ignore[no-untyped-call]  # upstream
-    missing = [name for name in args.report_to or [] if name not in installed]
-    if missing:
-        raise RecipeError(
-            f"training.report_to names {', '.join(missing)}, which is not installed here. Install it, or use "
-            f"{' or '.join(['none', *installed])}."
-        )
-
-
 # --- The trainer. ---
 
 
-_FEW_PARAMETERS = 1 << 22
-"""A model with fewer of them is tiny: its operators take microseconds."""
+_FEW_PARAMETERS = 1 << 22  # A model with fewer of them is tiny: its operators take microseconds.
 
 
 def use_one_thread_if_tiny(model: torch.nn.Module) -> None:
@@ -202,21 +191,11 @@ def make_trainer(
     made_of: type[Trainer] | None = None,
     is_empty: bool = False,
 ) -> Trainer:
-    """Make the trainer of a recipe.
+    """Make the trainer of a recipe; refuse what trl refuses.
 
-    Args:
-        recipe: the recipe.
-        model: of `build_trained_model`.
-        args: the recipe's.
-        tokenizer: of the data.
-        data: has `train`, `evaluation` and `collator`.
-        callbacks: of the trainer.
-        reward_funcs: functions and names of models that reward completions, where they are generated.
-        made_of: the trainer's class, if not that of transformers or the one that trl has.
-        is_empty: whether the model has no weights.
-
-    Raises:
-        RecipeError: the trainer refuses model, data or arguments.
+    `model`: of `build_trained_model`. `data`: has `train`, `evaluation` and `collator`. `reward_funcs`: functions and
+    names of models that reward completions, where they are generated. `made_of`: the trainer's class, if not that of
+    transformers or the one that trl has. `is_empty`: whether the model has no weights.
     """
     given = {
         "model": model,
@@ -233,8 +212,10 @@ def make_trainer(
     if recipe.kind.generates:
         given |= {"reward_funcs": list(reward_funcs)}
         del given["data_collator"]
-    if _needs_reference(recipe, args):
-        # trl would load it by its name, without what the recipe says of dtype, quantisation and code.
+    has_reference = hasattr(args, "precompute_ref_log_probs") and recipe.adapter_section is None
+    if has_reference and not args.precompute_ref_log_probs:
+        # It asks a second model; with an adapter it would ask the model without it. trl would load it by its name,
+        # without what the recipe says of dtype, quantisation and code.
         given["ref_model"] = copy.deepcopy(model)
     kind = made_of or trainer_class(recipe)
     try:
@@ -250,11 +231,7 @@ def make_trainer(
 
 
 def check_reads_text(recipe: Recipe, command: str) -> None:
-    """Refuse a recipe whose batches a command cannot make.
-
-    Raises:
-        RecipeError: names what they hold.
-    """
+    """Refuse a recipe whose batches a command cannot make."""
     if recipe.kind.generates:
         raise RecipeError(
             f"trainer {recipe.trainer} trains on what it generates, and {command} makes its batches itself. Write a "
@@ -275,12 +252,6 @@ def trainer_class(recipe: Recipe) -> type[Trainer]:
     return found
 
 
-def _needs_reference(recipe: Recipe, args: Any) -> bool:
-    """Whether the trainer asks a second model: with an adapter it asks the model without it."""
-    has_one = hasattr(args, "precompute_ref_log_probs")
-    return has_one and recipe.adapter_section is None and not args.precompute_ref_log_probs
-
-
 # --- The functions that reward what a model writes, found by the names that a recipe gives them. ---
 
 
@@ -295,14 +266,9 @@ _NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
 def reward_functions(names: Sequence[str], folder: Path) -> list[Any]:
-    """Return what each name stands for; of a model its name, which trl loads it by.
+    """Return what each name of `reward_funcs` stands for; of a model its name, which trl loads it by.
 
-    Args:
-        names: of `reward_funcs`.
-        folder: of the recipe; modules are looked for there too, and where the command runs.
-
-    Raises:
-        RecipeError: one is not found.
+    `folder`: of the recipe; modules are looked for there too, and where the command runs.
     """
     with _importable(folder, Path.cwd()):
         return [_reward(name) for name in names]

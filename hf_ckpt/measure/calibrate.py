@@ -60,7 +60,9 @@ def _matmul_rates(torch_device: torch.device, seconds: float) -> tuple[dict[str,
     """Return the rate of large products by dtype, and the time that a bfloat16 product takes besides its work."""
     rates, overhead = {}, 0.0
     for name, dtype in _DTYPES.items():
-        size = _product_size(torch_device, dtype)
+        # Large enough to fill the device; a CPU takes far longer, most of all without instructions for such products.
+        sizes = (4096, 8192) if torch_device.type == "cuda" else (512, 256)
+        size = sizes[dtype is not torch.float32]
         large = _product_seconds(torch_device, dtype, size, seconds)
         flops = 2.0 * size**3
         rates[name] = flops / large
@@ -70,13 +72,6 @@ def _matmul_rates(torch_device: torch.device, seconds: float) -> tuple[dict[str,
             overhead = max(0.0, (small - large / 64) / (1 - 1 / 64))
             rates[name] = flops / max(large - overhead, large / 2)
     return rates, overhead
-
-
-def _product_size(torch_device: torch.device, dtype: torch.dtype) -> int:
-    # Large enough to fill the device; a CPU takes far longer, and most of all without instructions for such products.
-    if torch_device.type == "cuda":
-        return 8192 if dtype is not torch.float32 else 4096
-    return 512 if dtype is torch.float32 else 256
 
 
 def _product_seconds(torch_device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:

@@ -34,12 +34,9 @@ _SELF = Path("/proc/self")  # What Linux tells of this process.
 class PhaseFigures:
     """One phase of a step. Bytes are allocated ones; on a CPU resident ones of the process."""
 
-    seconds: float
-    """Median over the measured steps."""
-    bytes_after: int
-    """When it ends; of recomputation, the most at the end of one of its regions."""
-    peak_bytes: int
-    """The most while it runs; 0 for recomputation, which runs inside backward."""
+    seconds: float  # Median over the measured steps.
+    bytes_after: int  # When it ends; of recomputation, the most at the end of one of its regions.
+    peak_bytes: int  # The most while it runs; 0 for recomputation, which runs inside backward.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +54,13 @@ class Profile:
     """What a step was measured to take."""
 
     device: str
-    is_resident: bool
-    """Whether bytes are resident ones of the process, because no allocator counts them."""
-    num_steps: int
-    """Measured steps."""
+    is_resident: bool  # Whether bytes are resident ones of the process, because no allocator counts them.
+    num_steps: int  # Measured steps.
     phases: Mapping[str, PhaseFigures]
     """By `Phase`: forward, recomputation, backward (without recomputation) and, with an optimizer, its step."""
     layers: tuple[LayerFigures, ...]
-    peak_bytes: int
-    """The most over the whole step."""
-    trace_path: str | None = None
-    """The trace that was written, if any."""
+    peak_bytes: int  # The most over the whole step.
+    trace_path: str | None = None  # The trace that was written, if any.
 
     @property
     def seconds(self) -> float:
@@ -270,13 +263,11 @@ def _summarize(measured: list[_Measured], device: torch.device, trace_path: str 
 class LayerRange:
     """One forward or recomputation of a layer. `start` and `end` are stamps."""
 
-    stack: str
-    """Path of its stack."""
+    stack: str  # Path of its stack.
     layer_idx: int
     start: Any
     end: Any = None
-    bytes_after: int = 0
-    """Memory in use when it ended."""
+    bytes_after: int = 0  # Memory in use when it ended.
 
 
 class LayerRanges:

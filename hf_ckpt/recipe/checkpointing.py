@@ -12,11 +12,9 @@ from hf_ckpt.policy.options import POLICY_OPTIONS, AutoOptions, RunOptions, Stru
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.units import Budget, parse_budget
 
-OF_RECIPES = ("micro_batch",)
-"""The keys of `checkpointing` that `HFCkptCallback` does not take."""
+OF_RECIPES = ("micro_batch",)  # The keys of `checkpointing` that `HFCkptCallback` does not take.
 
-OF_AUTO = (*types_of(AutoOptions), *OF_RECIPES)
-"""The keys of `checkpointing` that belong to policy `auto`."""
+OF_AUTO = (*types_of(AutoOptions), *OF_RECIPES)  # The keys of `checkpointing` that belong to policy `auto`.
 
 _OF_STRUCTURE = tuple(types_of(StructureOptions))
 _OF_RUNS = tuple(types_of(RunOptions))
@@ -129,5 +127,4 @@ class Checkpointing(Mapping[str, Any]):
         return {key: value for key, value in self.written.items() if key not in keys}
 
 
-NO_CHECKPOINTING = Checkpointing({})
-"""Stands in where a recipe has no such section."""
+NO_CHECKPOINTING = Checkpointing({})  # Stands in where a recipe has no such section.

@@ -28,8 +28,7 @@ _MOST_VALUES = 5_000
 _DEEPEST = 64
 _LONGEST_KEY = 200
 _MOST_MISTAKES = 50
-_LONG = 2**16
-"""Characters up to which a text is read by the slower reader, which explains mistakes better."""
+_LONG = 2**16  # Characters up to which a text is read by the slower reader, which explains mistakes better.
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hf_ckpt.errors import did_you_mean
 
-Hint = Any
-"""A type as `simplified` returns it."""
+Hint = Any  # A type as `simplified` returns it.
 
 _UNIONS = (Union, types.UnionType)
 _WORDS = {

@@ -202,14 +202,10 @@ _4BIT = {
 class Training:
     """How a model is trained, in bfloat16 and under policy `auto`."""
 
-    method: str = "lora"
-    """One of `METHODS`."""
-    rank: int = DEFAULT_RANK
-    """Of LoRA's matrices."""
-    length: int = 2048
-    """Tokens of the longest row."""
-    batch: int = 1
-    """Rows of a micro-batch."""
+    method: str = "lora"  # One of `METHODS`.
+    rank: int = DEFAULT_RANK  # Of LoRA's matrices.
+    length: int = 2048  # Tokens of the longest row.
+    batch: int = 1  # Rows of a micro-batch.
     data: str = "rows.jsonl"
 
     def recipe_for(self, model: str, overrides: Iterable[str] = ()) -> Recipe:

@@ -39,8 +39,7 @@ class Section:
     required: tuple[str, ...] = ()  # The keys that it cannot do without.
 
 
-TRAINER = "trainer"
-"""The key besides the sections, with `REWARDS`."""
+TRAINER = "trainer"  # The key besides the sections, with `REWARDS`.
 REQUIRED_SECTIONS = ("model", "data", "training")
 
 _MODEL = {
@@ -83,8 +82,7 @@ NO_PARALLELISM = (
     "the bit."
 )
 """Why a recipe cannot ask for more than data parallelism, and what to do."""
-DEFAULT_MAX_LENGTH = 1024
-"""Of `data.max_length`, in tokens."""
+DEFAULT_MAX_LENGTH = 1024  # Of `data.max_length`, in tokens.
 
 _COLUMNS = ("text", "prompt", "completion", "messages")
 _CHECKPOINTING = {
@@ -261,8 +259,7 @@ LIMITS = {
 # --- A recipe while it is checked. ---
 
 
-Refusal = tuple[str, str]
-"""A key path, and what is wrong with its value, or with its absence. Noted by `Draft.refuse`."""
+Refusal = tuple[str, str]  # A key path, and what is wrong with its value, or with its absence. Noted by `Draft.refuse`.
 
 
 @dataclass(frozen=True)
@@ -307,7 +304,10 @@ def check_sections(document: Entry, mistakes: Mistakes) -> Draft:
     """Check the keys of a document and the types of their values."""
     draft = Draft(document, {}, mistakes)
     draft = replace(draft, trainer=_trainer_kind(draft))
-    adapter = _adapter_kind(draft)
+    adapter = draft.written("adapter.type")
+    # Looked up only where it is needed: that reads a file of each kind.
+    if not isinstance(adapter, str) or adapter not in upstream_fields.adapter_classes():
+        adapter = None
     known = sections(adapter, draft.trainer or TEXT)
     for name in document.value:
         if name not in (*known, TRAINER, REWARDS):
@@ -339,23 +339,12 @@ def _trainer_kind(draft: Draft) -> TrainerKind | None:
             draft.refuse(TRAINER, f"expected one of {', '.join(TRAINERS)}.{did_you_mean(str(name).lower(), TRAINERS)}")
         return None
     kind = kind_of(name, draft.written("data.format"))
-    return kind if _is_installed(draft, kind) else None
-
-
-def _is_installed(draft: Draft, kind: TrainerKind) -> bool:
     found = upstream_fields.trl_version() if kind.of_trl else OLDEST_TRL
     if found is not None and found >= OLDEST_TRL:
-        return True
+        return kind
     what = "is not installed" if found is None else f"is installed in version {upstream_fields.version('trl')}"
     draft.refuse(TRAINER, f"is a trainer of trl, which {what}. Run: {install_command('trl')}")
-    return False
-
-
-def _adapter_kind(draft: Draft) -> str | None:
-    """Return the kind of adapter of a recipe, if it is one that PEFT has."""
-    kind = draft.written("adapter.type")
-    # Looked up only where it is needed: that reads a file of each kind.
-    return kind if isinstance(kind, str) and kind in upstream_fields.adapter_classes() else None
+    return None
 
 
 def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:

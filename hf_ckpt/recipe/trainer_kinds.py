@@ -64,11 +64,9 @@ _KINDS = (
     TrainerKind(name="grpo", of_trl="GRPO", columns=("prompt",), generates=True),
     TrainerKind(name="classification", columns=("text", "label"), token_columns=(("input_ids",),), scores_rows=True),
 )
-TRAINERS = {kind.name: kind for kind in _KINDS}
-"""By the word in a recipe."""
+TRAINERS = {kind.name: kind for kind in _KINDS}  # By the word in a recipe.
 
-IMAGES = "images"
-"""The value of `data.format` for messages with images."""
+IMAGES = "images"  # The value of `data.format` for messages with images.
 _WITH_IMAGES = TrainerKind(name="sft", of_trl="SFT", columns=("messages", "images"), reads_images=True)
 
 
@@ -79,10 +77,8 @@ def kind_of(trainer: str | None, data_format: object) -> TrainerKind:
     return TEXT if trainer is None else TRAINERS[trainer]
 
 
-REWARDS = "reward_funcs"
-"""The key of the functions that reward what a model writes, as in trl's own command."""
-DEFAULT_COMPLETION = 512
-"""Of trl's `max_completion_length`, in tokens."""
+REWARDS = "reward_funcs"  # The key of the functions that reward what a model writes, as in trl's own command.
+DEFAULT_COMPLETION = 512  # Of trl's `max_completion_length`, in tokens.
 
 NOT_POSSIBLE = {
     "rloo": "generates in each step and trains on what comes out, which a recipe does not describe. Write a script "

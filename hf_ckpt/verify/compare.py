@@ -26,8 +26,7 @@ from hf_ckpt.units import counted
 from hf_ckpt.verify.record import Record, Tolerance, tensor_digest
 from hf_ckpt.verify.report import Check, listed
 
-FLOAT32_TOLERANCE = 1e-6
-"""Relative: a few units in the last place."""
+FLOAT32_TOLERANCE = 1e-6  # Relative: a few units in the last place.
 HALF_TOLERANCE = 2.0**-6
 """Relative: two units in the last place of bfloat16, to which products and their gradients are rounded."""
 IN_FLOAT32_TOLERANCE = 1e-5
@@ -368,8 +367,7 @@ class TensorDifferences:
     differing: dict[str, None] = field(default_factory=dict)  # not equal bit by bit
     lost: dict[str, None] = field(default_factory=dict)  # only the first trial has them
     gained: dict[str, None] = field(default_factory=dict)  # only the second trial has them
-    max_relative_error: float = 0.0
-    """Largest difference over the largest value of its tensor."""
+    max_relative_error: float = 0.0  # Largest difference over the largest value of its tensor.
     max_scaled_error: float = 0.0
     """The same, where a tensor with small values only is measured by a tenth of the largest value of all.
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.upstream.torch import TorchDispatchMode
@@ -77,10 +76,8 @@ class OperatorDifference:
     forward: Operator | None
     """The same operator in the forward, or what the forward ran in its place; None after its last operator."""
     recomputed: Operator
-    kept: tuple[Operator, ...] = ()
-    """Operators of the forward, right before `forward`, that recomputation did not run."""
-    indices_differ: bool = False
-    """This or a later operator of the same module returned other whole numbers."""
+    kept: tuple[Operator, ...] = ()  # Operators of the forward, right before `forward`, that recomputation did not run.
+    indices_differ: bool = False  # This or a later operator of the same module returned other whole numbers.
 
 
 # --- The first layer. ---
@@ -106,17 +103,15 @@ def first_differing_layer(reference: Record, planned: Record) -> FirstDifference
 
 def layer_of_first_differing_parameter(reference: Gradients, planned: Gradients, layers: Sequence[str]) -> str | None:
     """Return the last layer with a parameter whose gradient differs: in backward it comes first."""
-    differing = [name for name, gradient in reference.items() if not _is_equal(gradient, planned.get(name))]
+    differing = []
+    for name, expected in reference.items():
+        got = planned.get(name)
+        is_equal = expected is got if expected is None or got is None else torch.equal(expected, got)
+        differing += [] if is_equal else [name]
     for layer in reversed(layers):
         if any(name.startswith(layer + ".") for name in differing):
             return layer
     return differing[0] if differing else None
-
-
-def _is_equal(expected: Tensor | None, got: Tensor | None) -> bool:
-    if expected is None or got is None:
-        return expected is got
-    return torch.equal(expected, got)
 
 
 # --- The first operator. ---

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from hf_ckpt.verify.report import Check
 
 
-PROGRESS = "verify: "
-"""Prefix of progress lines."""
+PROGRESS = "verify: "  # Prefix of progress lines.
 # A trial of a reduced model takes seconds; one at full size may take many minutes.
 _SILENT_SECONDS = 1800
 _JOIN_SECONDS = 10

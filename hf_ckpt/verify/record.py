@@ -281,9 +281,13 @@ class Recorder:
         if path in self._watched:
             self._note_replaced(path, module)
         if path in self._layers:
-            hidden = _hidden_states(args, kwargs)
+            values = (*args, kwargs.get("hidden_states"))
+            tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+            hidden = next(tensors, None)
             if not torch.is_grad_enabled():
-                self._note_reentrant(hidden, path)
+                # transformers before 5.23 runs a layer's hooks inside of its checkpoint, whose return is not seen here.
+                has_gradient = hidden is not None and hidden.requires_grad
+                (self._record.reentrant if has_gradient else self._record.no_output_gradient).add(path)
             self._watch_gradient(hidden, path, "input")
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -342,11 +346,6 @@ class Recorder:
             self._record.reentrant.add(path)
         tensor.register_hook(partial(self._note_gradient, self._micro_batch, path, side))  # type: ignore[no-untyped-call]
 
-    def _note_reentrant(self, hidden: Tensor | None, path: str) -> None:
-        # transformers before 5.23 runs a layer's hooks inside of its checkpoint: what that returns is not seen here.
-        has_gradient = hidden is not None and hidden.requires_grad
-        (self._record.reentrant if has_gradient else self._record.no_output_gradient).add(path)
-
     def _note_gradient(self, micro: RecordedMicroBatch, path: str, side: str, gradient: Tensor) -> None:
         if side == "output":
             self._record.with_output_gradient.add(path)
@@ -387,24 +386,15 @@ def _state_of(module: nn.Module) -> State:
     if config is not None:
         plain = ((name, value) for name, value in vars(config).items() if isinstance(value, _PLAIN))
         state.update((f"config.{name}", value) for name, value in plain if name != _WRITTEN_BY_LOSS)
-    state["autocast"] = _autocast()
-    return state
-
-
-def _autocast() -> str:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     types = dict.fromkeys(("cpu", "cpu" if accelerator is None else accelerator.type))
     on = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in types if torch.is_autocast_enabled(kind)]
-    return ", ".join(on) or "off"
+    state["autocast"] = ", ".join(on) or "off"
+    return state
 
 
 def _plan_attributes_of(module: nn.Module) -> tuple[object, ...]:
     return tuple(vars(module).get(name) for name in _PLAN_ATTRIBUTES)
-
-
-def _hidden_states(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    values = (*args, kwargs.get("hidden_states"))
-    return next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
 
 
 # --- Digests: bitwise equality of things too many to keep. ---
@@ -416,7 +406,8 @@ def tensor_digest(tensor: Tensor) -> str:
     if kept.is_meta:
         return f"meta {kept.dtype} {tuple(kept.shape)}"
     head = f"{kept.dtype} {tuple(kept.shape)} ".encode()
-    return hashlib.blake2b(head + _bytes(kept), digest_size=_DIGEST_BYTES).hexdigest()
+    flat = kept.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if kept.numel() else b""
+    return hashlib.blake2b(head + flat, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def values_digest(tensor: Tensor) -> str:
@@ -430,13 +421,6 @@ def local_shard(tensor: Tensor) -> Tensor:
     """Return this process's shard of a sharded tensor, any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    if tensor.numel() == 0:
-        return b""
-    flat = tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
-    return flat.numpy().tobytes()
 
 
 def random_state_digests() -> dict[str, str]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError, shortened
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
 from hf_ckpt.loading.model import Found, find_config, rehearse
@@ -38,8 +39,7 @@ from hf_ckpt.verify.reduce_layers import KeptLayers, adapters_of, modules_of, po
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
 _KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype", "num_labels")
-_MAX_PARAMETERS = 300_000_000
-"""Of a reduced model; it is trained several times, on a CPU."""
+_MAX_PARAMETERS = 300_000_000  # Of a reduced model; it is trained several times, on a CPU.
 _MAX_ROWS = 2
 _TEXT_SHAPE = 2, 24
 _STD_FOR_ZEROS = 0.02
@@ -73,8 +73,7 @@ class MetaModel:
     @property
     def class_name(self) -> str:
         """Name of the model's own class, without adapters around it."""
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        return type(base).__name__
+        return type(without_adapter(self.model)).__name__
 
     @property
     def num_parameters(self) -> int:

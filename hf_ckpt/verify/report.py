@@ -48,7 +48,17 @@ class Report:
         parts += _rows(
             [(check.name, f"{_VERDICT_TEXTS[check.verdict]}  {check.detail}") for check in self.checks], width, hang=6
         )
-        return "\n".join([*parts, "", _verdict(self), *_advice(self, width)])
+        counts = {verdict: sum(check.verdict == verdict for check in self.checks) for verdict in _VERDICT_TEXTS}
+        skipped = f" ({counts['skip']} skipped: nothing to compare)" if counts["skip"] else ""
+        parts += ["", f"{counts['pass']} of {counts['pass'] + counts['fail']} checks hold{skipped}"]
+        if failed := [check.name for check in self.checks if check.verdict == "fail"]:
+            advice = (
+                f"This plan changes what the recipe does: {', '.join(failed)}. Each line above says where it was seen "
+                "first and what mends it; docs/verify.md explains each check. Until then train without the plan "
+                "(checkpointing=null), or give the named layers mode none."
+            )
+            parts.append(textwrap.fill(advice, width, break_on_hyphens=False))
+        return "\n".join(parts)
 
     def to_json(self) -> str:
         """Return the report as JSON text, with the versions that it holds for."""
@@ -56,11 +66,16 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON types; `from_json` gives it back."""
+        # JSON has no infinity and no NaN.
+        figures = (
+            {name: value if math.isfinite(value) else str(value) for name, value in check.figures.items()}
+            for check in self.checks
+        )
         return {
             "recipe": self.title,
             "holds": self.holds,
             "facts": [{"name": name, "text": text} for name, text in self.facts],
-            "checks": [{**vars(check), "figures": _figures(check.figures)} for check in self.checks],
+            "checks": [{**vars(check), "figures": shown} for check, shown in zip(self.checks, figures, strict=True)],
         }
 
     @classmethod
@@ -92,30 +107,6 @@ def _rows(pairs: Sequence[tuple[str, str]], width: int, hang: int = 0) -> Iterat
             break_on_hyphens=False,
             break_long_words=False,
         )
-
-
-def _verdict(report: Report) -> str:
-    counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in _VERDICT_TEXTS}
-    skipped = f" ({counts['skip']} skipped: nothing to compare)" if counts["skip"] else ""
-    return f"{counts['pass']} of {counts['pass'] + counts['fail']} checks hold{skipped}"
-
-
-def _advice(report: Report, width: int) -> Iterator[str]:
-    failed = [check.name for check in report.checks if check.verdict == "fail"]
-    if not failed:
-        return
-    yield textwrap.fill(
-        f"This plan changes what the recipe does: {', '.join(failed)}. Each line above says where it was seen first "
-        "and what mends it; docs/verify.md explains each check. Until then train without the plan (checkpointing=null),"
-        " or give the named layers mode none.",
-        width,
-        break_on_hyphens=False,
-    )
-
-
-def _figures(figures: Mapping[str, float]) -> dict[str, float | str]:
-    # JSON has no infinity and no NaN.
-    return {name: value if math.isfinite(value) else str(value) for name, value in figures.items()}
 
 
 # --- Phrases of verdicts. ---

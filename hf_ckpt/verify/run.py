@@ -47,10 +47,8 @@ from hf_ckpt.verify.saved_checks import check_resume, check_saved
 from hf_ckpt.verify.state_checks import check_counts, check_in_force
 from hf_ckpt.verify.trial import MAX_ACCUMULATION, TrialInputs, run_trial
 
-NUM_STEPS = 4
-"""Default optimizer steps of a trial: two before the checkpoint that is resumed from, and two after."""
-NUM_TOKENS = 32
-"""Tokens of a row; each second row of a recipe that pads is shorter."""
+NUM_STEPS = 4  # Default optimizer steps of a trial: two before the checkpoint that is resumed from, and two after.
+NUM_TOKENS = 32  # Tokens of a row; each second row of a recipe that pads is shorter.
 _MAX_REASON_LENGTH = 600
 _SHORTENED = 3
 _SHARE_WITHOUT_LOSS = 4
@@ -250,7 +248,10 @@ class _Verification:
             operators = watch.first_difference()
             if any(processes.gather(operators is not None)):
                 break
-        if processes.is_first_with(operators is not None or _has_evidence(trials)):
+        planned = trials.planned
+        # Whether this process saw the cause itself, and not only gradients that it shares with others.
+        has_evidence = planned.state_changes or planned.no_output_gradient - trials.reference.no_output_gradient
+        if processes.is_first_with(operators is not None or bool(has_evidence)):
             yield _check_difference(trials, first, operators)
 
     def _difference(self, trials: Trials) -> FirstDifference | None:
@@ -285,12 +286,6 @@ def _compared(trials: Trials) -> Iterator[Check]:
         yield state_checks.check_hooks(trials)
         yield state_checks.check_use_cache(trials.planned)
         yield state_checks.check_generation(trials)
-
-
-def _has_evidence(trials: Trials) -> bool:
-    """Whether this process saw the cause itself, and not only gradients that it shares with others."""
-    planned = trials.planned
-    return bool(planned.state_changes or planned.no_output_gradient - trials.reference.no_output_gradient)
 
 
 def _by_parameter(trials: Trials) -> FirstDifference | None:
@@ -381,9 +376,11 @@ def sample_rows(
         labelled = with_label(texts, recipe.data, tokenizer, recipe.model.get("num_labels", 1))
         return SampleRows(labelled, DataCollatorWithPadding(tokenizer))
     length = min(NUM_TOKENS, int(recipe.data.get("max_length") or NUM_TOKENS))
-    rows = list(_rows(num_rows, length, _text_tokens(tokenizer), seed))
-    if recipe.data.get("loss_on") != "all":
-        rows = [_without_prompt(row) for row in rows]
+    special = set(tokenizer.all_special_ids)
+    rows = list(_rows(num_rows, length, [token for token in range(len(tokenizer)) if token not in special], seed))
+    for row in rows if recipe.data.get("loss_on") != "all" else ():
+        num_given = max(1, len(row["labels"]) // _SHARE_WITHOUT_LOSS)
+        row["labels"][:num_given] = [IGNORED] * num_given
     collator = collator_of(recipe.data, tokenizer)
     return SampleRows(Dataset.from_list(rows) if kind.of_trl else rows, collator)
 
@@ -411,13 +408,3 @@ def _rows(num_rows: int, length: int, tokens: list[int], seed: int) -> Iterator[
         ids = [tokens[at] for at in drawn.tolist()]
         # No position predicts the first token.
         yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
-
-
-def _without_prompt(row: dict[str, list[int]]) -> dict[str, list[int]]:
-    num_given = max(1, len(row["labels"]) // _SHARE_WITHOUT_LOSS)
-    return {**row, "labels": [IGNORED] * num_given + row["labels"][num_given:]}
-
-
-def _text_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    special = set(tokenizer.all_special_ids)
-    return [token for token in range(len(tokenizer)) if token not in special]

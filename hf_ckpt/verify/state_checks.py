@@ -118,7 +118,13 @@ def _count_faults(planned: Record) -> Iterator[str]:
                 idle.append(layer)
             elif backward not in expected:
                 wrong.append(f"{root} ran {forward} times, and {backward} times again in backward")
-        again += _ran_again(planned, layer)
+        regions = list(_regions(layer))
+        inside = (path for path in planned.recomputations if path.startswith(f"{layer.path}."))
+        again += [
+            path
+            for path in inside
+            if not any(is_at_or_below(path, root) and not is_at_or_below(path, *excluded) for root, excluded in regions)
+        ]
     # The chunked head runs again, and the modules inside it.
     layers = (*(layer.path for layer in planned.layers), *([planned.head] if planned.head else []))
     again += [path for path in planned.recomputations if not is_at_or_below(path, *layers)]
@@ -174,13 +180,6 @@ def _count(
     # the schedule says, the first one of so many once for each at most.
     most = 2 if layer.entry.snapshots is None else len(planned.layers)
     return forward, backward, set(range(forward, most * forward + 1, forward)) if layer.entry.nested else {forward}
-
-
-def _ran_again(planned: Record, layer: WatchedLayer) -> Iterator[str]:
-    regions = list(_regions(layer))
-    for path in (path for path in planned.recomputations if path.startswith(f"{layer.path}.")):
-        if not any(is_at_or_below(path, root) and not is_at_or_below(path, *excluded) for root, excluded in regions):
-            yield path
 
 
 def _layers(layers: Sequence[WatchedLayer]) -> str:
@@ -400,7 +399,7 @@ class UserHooks:
             (path, kind, function, visible_state(function, self._known))
             for path, module in model.named_modules()
             for kind, function in _functions_on(module)
-            if not _is_from_library(function)
+            if not qualified_name(function).startswith(tuple(f"{name}." for name in _LIBRARIES))
         ]
 
     def finish(self, recomputations: Counter[str]) -> list[UserHook]:
@@ -423,10 +422,6 @@ def _functions_on(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]
             yield kind, function
     if (forward := vars(module).get("forward")) is not None:
         yield "forward", forward
-
-
-def _is_from_library(function: Callable[..., Any]) -> bool:
-    return qualified_name(function).startswith(tuple(f"{name}." for name in _LIBRARIES))
 
 
 def visible_state(function: Callable[..., Any], known: set[int]) -> Any:

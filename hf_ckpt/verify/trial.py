@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,8 +71,7 @@ from hf_ckpt.verify.record import (
 )
 from hf_ckpt.verify.state_checks import UserHooks
 
-MAX_ACCUMULATION = 2
-"""Micro-batches of an optimizer step; two show that gradients add up, more only take longer."""
+MAX_ACCUMULATION = 2  # Micro-batches of an optimizer step; two show that gradients add up, more only take longer.
 _PROMPT_TOKENS = 6
 _ADAPTER_SCALE = 0.02
 _NUM_GENERATED = 6
@@ -89,8 +88,7 @@ class TrialInputs:
     tokenizer: PreTrainedTokenizerBase
     rows: Sequence[Mapping[str, Any]] | Dataset  # with `input_ids` and `labels`, or the columns that a trainer reads
     collator: Any
-    setup: Callable[[nn.Module], None] | None = None
-    """What the user's own script does to the model once it is built."""
+    setup: Callable[[nn.Module], None] | None = None  # What the user's own script does to the model once it is built.
 
     def build(self, seed: int) -> Any:
         """Build the model as the recipe's trainer takes it, the same one at each call."""
@@ -175,18 +173,12 @@ def run_trial(
     An error in training becomes part of the record; only PolicyError and StructureError are raised. The trial writes
     to `folder`, and a checkpoint every `save_at` steps.
     """
-    with _restored_environment():
-        args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
-        return _Trial(inputs, folder, args, is_planned, watch).run(resume_from)
-
-
-@contextmanager
-def _restored_environment() -> Iterator[None]:
-    """Undo what TrainingArguments write into the environment: the next trial would obey ACCELERATE_USE_FSDP."""
     found = dict(os.environ)
     try:
-        yield
+        args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
+        return _Trial(inputs, folder, args, is_planned, watch).run(resume_from)
     finally:
+        # What TrainingArguments write into the environment: the next trial would obey ACCELERATE_USE_FSDP.
         os.environ.clear()
         os.environ.update(found)
 
@@ -215,7 +207,9 @@ class _Trial:
         if self.inputs.recipe.kind.of_trl:
             _randomize_zero_adapters(model)
         stacks = find_layers(self.model, **section.structure)
-        plan = _expected_plan(section, stacks, type(self.model).__name__)
+        # What the policy means for this model, independently of the callback.
+        plan = parse(section.policy, **section.policy_options)
+        plan = plan if isinstance(plan, Plan) else resolve(plan, stacks, type(self.model).__name__)
         self.record.expected_plan, self.record.layers = plan, tuple(_watched_layers(plan, stacks))
         self.record.tolerance = tolerance_of(plan, stacks, self.model, self.args)
         if self.callback is None and draws_in_tiles(plan, stacks):
@@ -466,12 +460,6 @@ class _GenerateBetweenSteps(TrainerCallback):
 
 
 # --- What the plan should do, and names without wrappers. ---
-
-
-def _expected_plan(section: Checkpointing, stacks: Sequence[Stack], model_class: str) -> Plan:
-    """Resolve the policy for this model independently of the callback."""
-    policy = parse(section.policy, **section.policy_options)
-    return policy if isinstance(policy, Plan) else resolve(policy, stacks, model_class)
 
 
 def _watched_layers(plan: Plan, stacks: Sequence[Stack]) -> Iterator[WatchedLayer]:
