@@ -26,7 +26,6 @@ def element(tag: str, *children: str, **attributes: object) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Return a text as a paragraph."""
     return element("p", escape(text))
 
 
@@ -43,7 +42,6 @@ def _cell(text: str) -> str:
 
 
 def notebook(*parts: str) -> str:
-    """Return what a notebook shows."""
     return element("div", *parts, style=_STYLE)
 
 
@@ -79,7 +77,6 @@ def strip(cells: Sequence[tuple[str, str]], *, label: str) -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """Return names, each behind its colour."""
     return element(
         "p",
         *(

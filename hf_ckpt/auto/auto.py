@@ -91,7 +91,6 @@ class Auto(PolicySource):
         self._before_sharding = ByModel[nn.Module]()
 
     def keep_shape(self, model: nn.Module) -> None:
-        """Keep the shape of a model before an engine shards it."""
         self._before_sharding.note(model, meta_copy(model))
 
     def describe(self) -> str:

@@ -92,7 +92,6 @@ def step_from(
 
 
 def mixed_precision(args: TrainingArguments) -> str | None:
-    """Return the dtype of a Trainer's mixed precision; None without."""
     return _mixed_precision(partial(getattr, args))
 
 

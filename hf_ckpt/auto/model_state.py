@@ -49,7 +49,6 @@ class ModelState:
 
     @property
     def optimizer(self) -> Any:
-        """The Trainer's; None where it has made none."""
         return None if self._optimizer is None else self._optimizer()
 
     @property

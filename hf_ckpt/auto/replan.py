@@ -311,7 +311,6 @@ class RunPlanner(Planning):
             self.predicted_bytes = self.needed_bytes = 0
 
     def _plan_for_other_model(self) -> None:
-        """Plan anew for all that has been planned for: other parameters train now, or in another dtype."""
         known = dict.fromkeys(batch for batches in self._fitting.values() for batch in batches)
         try:
             if store.num_processes() > 1 or self._simulate_anew is None:
@@ -340,7 +339,6 @@ class RunPlanner(Planning):
 
     @property
     def compares_batches(self) -> bool:
-        """Whether several processes compare their batches before each forward."""
         # Tensors: more than a text has been planned for.
         return not self._is_bounded or any(each.tensors for batches in self._fitting.values() for each in batches)
 
@@ -503,7 +501,6 @@ def _with_needed(peak_bytes: int, needed_bytes: int) -> str:
 
 
 def say_fallback(error: Exception) -> None:
-    """Say that a run goes on under its fallback, and why it has no plan."""
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
 
 

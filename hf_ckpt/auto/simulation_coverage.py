@@ -67,11 +67,9 @@ class Coverage:
 
     @property
     def counted_bytes(self) -> int:
-        """Bytes of all of them."""
         return sum(each.num_bytes for each in self.others)
 
     def without(self, what: str) -> Coverage:
-        """Return the same, which leaves out something more."""
         return replace(self, not_counted=(*self.not_counted, what))
 
     def without_unknown(self, num_bytes: int, budget_bytes: int) -> Coverage:
@@ -130,7 +128,6 @@ def check_run(
 
 
 def evaluates(args: TrainingArguments) -> bool:
-    """Whether a run evaluates while it trains."""
     return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or bool(args.eval_on_start)
 
 
@@ -158,7 +155,6 @@ def _check_arguments(args: TrainingArguments, simulated: tuple[str, ...]) -> Non
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Refuse a model that a compiler runs, or a part of one."""
     # A copy of a compiled module is not compiled.
     for module in model.modules():
         if is_compiled(module):
@@ -389,7 +385,6 @@ class InputCheck:
         return self._num_forwards > 1
 
     def forget_micro_batch(self) -> None:
-        """Take the micro-batch for one that has not begun."""
         self._num_forwards = 0
 
     def end_micro_batch(self) -> None:

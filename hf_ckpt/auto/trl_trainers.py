@@ -252,7 +252,6 @@ class Completions(ModelInputs):
 
     @property
     def completion_length(self) -> int:
-        """Tokens that are generated at most."""
         return int(self.trainer.generation_config.max_new_tokens)
 
     def lengths_of(self, step: Step) -> tuple[int, int]:
@@ -321,7 +320,6 @@ class GenerationLoss(TrainerLoss):
 
     @property
     def prepares(self) -> str:
-        """What `prepare` does, in words."""
         rows = self.trainer.args.per_device_train_batch_size * self.trainer.args.steps_per_generation
         return f"generation of {rows} completions of {self.batch.completion_length:,} tokens at a time"
 
@@ -376,7 +374,6 @@ def _is_done(ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _lengthen(cache: Any, length: int) -> None:
-    """Let a cache hold so many tokens."""
     for layer in cache.layers:
         if type(layer).__name__ != _CACHE_LAYER:
             raise refuse(f"generation keeps keys and values in a {type(layer).__name__}, which is not")

@@ -96,7 +96,6 @@ class Watchdog:
             raise OtherProcessError(f"{stopped} Process {self._rank} cannot train without it.")
 
     def end(self) -> None:
-        """Note that the training that began last has come to its end."""
         if self._trainings:
             self._trainings.pop()
         if not self._is_needed():
@@ -132,7 +131,6 @@ class Watchdog:
         self._outlasts_training = False
 
     def is_of(self, group: object) -> bool:
-        """Whether this watchdog is in force for the processes of a group."""
         return not self._over.is_set() and (self._group is None or self._group() is group)
 
     def has_left_training(self) -> bool:
@@ -213,7 +211,6 @@ class NoWatchdog:
         """Do nothing."""
 
     def report_failures(self, model: nn.Module, is_handled: IsHandled = None) -> Iterable[RemovableHandle]:
-        """Place no hook."""
         return ()
 
 

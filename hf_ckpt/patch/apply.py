@@ -96,12 +96,10 @@ class Applied:
 
     @property
     def pending_errors(self) -> PendingErrors:
-        """The errors that the plan's regions may turn out to have found."""
         return self._patches[0].pending_errors if self._patches else PendingErrors()
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """How the modules run that run in tiles."""
         return tuple(tiling for patch in self._patches for tiling in patch.tilings)
 
     def assert_in_force(self) -> None:
@@ -119,7 +117,6 @@ class Applied:
             check.values = values
 
     def leave_unsaid(self, topics: Iterable[Topic]) -> None:
-        """Say nothing of these."""
         self._patches[0].told.update(topics)
 
     def join_ladder(self) -> None:
@@ -359,7 +356,6 @@ def train_call_of(model: nn.Module) -> TrainCall:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan that is in force on a model, or None."""
     patches = _patches(model)
     return patches[0].plan if patches else None
 

@@ -50,7 +50,6 @@ class TrainCall:
         return False
 
     def is_over(self) -> bool:
-        """Whether the call has returned, or ended in an exception."""
         return not self.is_running()
 
     def is_around_another(self) -> bool:
@@ -59,7 +58,6 @@ class TrainCall:
         return self.is_running() and (frame is None or id(frame) != self._frame)
 
     def is_of(self, trainer: object) -> bool:
-        """Whether it is a call of this Trainer."""
         return self._trainer() is trainer
 
     def uncaught_error(self) -> BaseException | None:
@@ -160,7 +158,6 @@ class Removal:
     """Called before, where another Trainer runs: it has set the `use_cache` that it wants, when it was built."""
 
     def run_if_over(self, model: nn.Module) -> None:
-        """Take the plan off if the call is over."""
         if torch.compiler.is_compiling() or not self.call.is_over():
             return
         trainer = running_trainer()

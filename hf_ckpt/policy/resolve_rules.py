@@ -114,7 +114,6 @@ def _stacks_of(rule: Rule, stacks: Sequence[StackShape], model_class: str) -> li
 
 
 def _reached(rule: Rule, stack: StackShape, model_class: str) -> list[int]:
-    """Return the `layer_idx` of `stack` that the rule reaches."""
     return [
         idx
         for idx in _indices(rule, len(stack.layers), model_class, stack.path)
@@ -123,7 +122,6 @@ def _reached(rule: Rule, stack: StackShape, model_class: str) -> list[int]:
 
 
 def _choose(rule: Rule, stack: StackShape, reached: list[int], chosen: dict[int, tuple[Rule, LayerPlan]]) -> None:
-    """Enter `rule` for the layers of `stack` that it reaches."""
     taken = [idx for idx in reached if idx in chosen]
     if taken:
         first = chosen[taken[0]][0]

@@ -115,18 +115,15 @@ class TrainerCall:
 
     @property
     def inputs(self) -> Any:
-        """What a training step or a prediction step is given."""
         return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
 
     def with_inputs(self, inputs: Any) -> TrainerCall:
-        """Return the call of such a step with other inputs."""
         if "inputs" in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "inputs": inputs})
         return replace(self, args=(self.args[0], inputs, *self.args[2:]))
 
 
 def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors among the inputs of a step, by name."""
     if isinstance(inputs, Mapping):
         yield from ((str(name), value) for name, value in inputs.items() if isinstance(value, Tensor))
 
@@ -212,7 +209,6 @@ class Window:
         self._stepped: list[int] = []
 
     def clear(self, proof: ReplayProof | None = None) -> None:
-        """A step begins, with its proof, or has ended."""
         self.begun.clear()
         self.proof = proof
 

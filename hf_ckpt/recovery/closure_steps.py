@@ -78,7 +78,6 @@ class ClosureSteps:
 
     @property
     def num_recovered(self) -> int:
-        """How many steps went on after they had run out of memory."""
         return self._escalation.num_recovered
 
     def _next_rung(self, plan: Plan, failure: Failure, rerun: int) -> Rung | None:

@@ -28,7 +28,6 @@ class DevicePeak:
         return None if now is None else max(now, self._highest_before_window)
 
     def begin_window(self) -> None:
-        """Let the count begin anew for `in_window`."""
         if self._cuda is not None:
             self._highest_before_window = max(self._highest_before_window, self._cuda.memory(self._place).peak)
             self._cuda.reset_peak(self._place)

@@ -94,7 +94,6 @@ class ProvenPlans:
         self._plans: list[Plan] = []
 
     def note(self, plan: Plan) -> None:
-        """A step has run under a plan."""
         if plan not in self._plans:
             self._plans.append(plan)
 
@@ -115,7 +114,6 @@ class Planning(Part):
     predicted_bytes: int = 0
 
     def describe(self) -> str | None:
-        """Return what the plan is predicted to need, in words."""
         return None
 
     def longest_batch(self, num_rows: int, dataloader: Any) -> Batch | None:
@@ -136,7 +134,6 @@ class PolicySource:
         self.policy = policy
 
     def describe(self) -> str:
-        """Return the policy in words."""
         if isinstance(self.policy, Plan):
             return f"a plan for {self.policy.model_class}"
         assert self.policy is not None, "what has none describes itself"

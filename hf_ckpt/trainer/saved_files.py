@@ -334,12 +334,10 @@ class SaveWatch:
             self._undos.append(partial(take_off, trainer, SAVE_MODEL, ours))
 
     def remove(self) -> None:
-        """Take the method off; a second call does nothing."""
         while self._undos:
             self._undos.pop()()
 
     def saved(self, folder: Path) -> None:
-        """A model was saved for a checkpoint."""
         self._note(folder)
 
     def __reduce__(self) -> tuple[type[SaveWatch], tuple[None, Callable[[Path], None]]]:
