@@ -41,16 +41,7 @@ def trl_loss(
 ) -> TrainerLoss | None:
     """Return the loss of a trainer of trl; None of any other, and where the model's own is simulated in its place.
 
-    Args:
-        trainer: that trains now; None where none is found.
-        args: its arguments.
-        model: as it is trained.
-        sharding: the engine around the model.
-        dataset: of the training data. Nothing is drawn from it.
-        collator: of its data loader.
-
-    Raises:
-        UnsupportedError: the step of this trainer is not simulated.
+    Raises `UnsupportedError` where the step of this trainer is not simulated. Nothing is drawn from the data.
     """
     of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
     if of_trl is None:
