@@ -193,12 +193,7 @@ class TrainingSteps:
         self._escalation.ladder.end_step()
 
     def run(self, call: TrainerCall) -> Any:
-        """Run a micro-batch, and the whole window again for as long as memory runs out and there is a leaner plan.
-
-        Raises:
-            OutOfMemoryError: there is none, or the window cannot be undone.
-            PlanMismatchError: what ran again was not the same computation.
-        """
+        """Run a micro-batch, and the whole window again for as long as memory runs out and there is a leaner plan."""
         escalation = self._escalation
         if self._window.proof is None:
             # Somebody runs a step by hand.
