@@ -18,8 +18,7 @@ from transformers import TrainerState, TrainingArguments
 from hf_ckpt.auto.batch_of_forward import reads_text, with_inputs, without_adapter
 from hf_ckpt.auto.budgets import capacity_of_run, free_host_bytes, unknown_bytes
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
-from hf_ckpt.auto.live_step import given_optimizer, live_sharding, live_step, mixed_precision
-from hf_ckpt.auto.model_state import ModelState
+from hf_ckpt.auto.live_step import ModelState, given_optimizer, live_sharding, live_step, mixed_precision
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.simulation_coverage import (
     Coverage,
@@ -59,25 +58,22 @@ _SMALL_LENGTH = 16  # Tokens of the rows that a user's loss is tried with where 
 
 
 class Auto(PolicySource):
-    """Policy `auto` with its options, for any number of runs.
-
-    Args:
-        memory_budget: None takes what is free of the GPU.
-        max_length: tokens that no example exceeds; None reads them off the data.
-        structure: `layers`, `attention` and `ffn` of `apply`.
-        allowed: what a plan may hold besides modes.
-        is_proven: whether the first step under each plan is proven, and has to stay within the budget too.
-        fallback: the mode of all layers where a run cannot be planned for; None refuses it.
-    """
+    """Policy `auto` with its options, for any number of runs."""
 
     def __init__(
         self,
+        # None takes what is free of the GPU.
         memory_budget: Budget | None,
+        # Tokens that no example exceeds; None reads them off the data.
         max_length: int | None,
+        # `layers`, `attention` and `ffn` of `apply`.
         structure: dict[str, Any],
+        # What a plan may hold besides modes.
         allowed: Allowed,
         *,
+        # The first step under each plan is proven, and has to stay within the budget too.
         is_proven: bool,
+        # The mode of all layers where a run cannot be planned for; None refuses it.
         fallback: str | None = None,
     ) -> None:
         if max_length is not None and (type(max_length) is not int or max_length < 1):

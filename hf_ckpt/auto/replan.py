@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.batch_of_forward import batch_of_forward
-from hf_ckpt.auto.model_state import ModelState
+from hf_ckpt.auto.live_step import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, SmallerBatchError, UnsupportedError
@@ -257,14 +257,9 @@ class RunPlanner(Planning):
     def before_forward(self, batch: Batch | None, read: Callable[[], Batch | None], check: Callable[[], None]) -> None:
         """Change the plan if it was not made for a batch as large. No layer has run yet.
 
-        Args:
-            batch: this rank's, to be held against others; None is refused by `check`.
-            read: returns it to be simulated, with the values of whole numbers.
-            check: raises where the forward is not the one that is simulated.
-
-        Raises:
-            BudgetError: no plan fits the batch.
-            UnsupportedError: it cannot be planned for, and there is no plan to fall back on.
+        `batch` is this rank's, to be held against others; None is refused by `check`, which raises where the forward is
+        not the one that is simulated. `read` returns it to be simulated, with the values of whole numbers. Raises
+        `BudgetError` where no plan fits, `UnsupportedError` where none is made and there is no fallback.
         """
         if self._has_given_up:
             return

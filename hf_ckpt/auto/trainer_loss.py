@@ -47,13 +47,7 @@ class ModelInputs:
 
 @dataclass(frozen=True, eq=False)
 class TrainerLoss:
-    """See `hf_ckpt.simulation.step.OwnLoss`.
-
-    Args:
-        trainer: that trains now. It stays as it is.
-        batch: what it trains on.
-        others: by attribute of the Trainer, the models that it holds besides the trained one, on `meta`.
-    """
+    """See `hf_ckpt.simulation.step.OwnLoss`."""
 
     trainer: Any
     batch: ModelInputs

@@ -201,19 +201,6 @@ class Watchdog:
             os._exit(1)
 
 
-class NoWatchdog:
-    """In place of one in the only process of a run: there is nobody to tell."""
-
-    def fail(self, reason: str) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def report_failures(self, model: nn.Module, is_handled: IsHandled = None) -> Iterable[RemovableHandle]:
-        return ()
-
-
 # --- The watchdogs of this process. ---
 
 
@@ -234,11 +221,12 @@ def start() -> Watchdog | None:
 
 
 @contextmanager
-def watched_training(training: Training) -> Iterator[Watchdog | NoWatchdog]:
+def watched_training(training: Training) -> Iterator[Watchdog | None]:
     """Begin a training, which ends by an error of this package's within: that is raised in all processes."""
     watch = start()
     if watch is None:
-        yield NoWatchdog()
+        # There is nobody to tell.
+        yield None
         return
     watch.begin(training)
     try:

@@ -36,7 +36,7 @@ class TrainCall:
         self._frame = id(frame)
         self._thread = threading.get_ident()
         # Once a frame is freed, another one can have its id.
-        self._trainer = weakref.ref(frame.f_locals["self"])
+        self._trainer: Callable[[], Any] = weakref.ref(frame.f_locals["self"])
 
     def is_running(self) -> bool:
         """Whether the call is under way, here or in the thread that made it."""
@@ -80,19 +80,12 @@ class NoCall(TrainCall):
     """What stands for a call outside of a Trainer, as for a plan that was applied by hand: it neither runs nor ends."""
 
     def __init__(self) -> None:
-        pass
-
-    def is_running(self) -> bool:
-        return False
+        self._frame = self._thread = 0
+        # There is none.
+        self._trainer = type(None)
 
     def is_over(self) -> bool:
         return False
-
-    def is_of(self, trainer: object) -> bool:
-        return False
-
-    def uncaught_error(self) -> None:
-        return None
 
     def __reduce__(self) -> tuple[type[TrainCall], tuple[()]]:
         return type(self), ()

@@ -10,11 +10,7 @@ from hf_ckpt.units import format_bytes
 
 
 class DevicePeak:
-    """The highest memory of a device since this was made.
-
-    Args:
-        place: where the model is.
-    """
+    """The highest memory of a device since this was made."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place

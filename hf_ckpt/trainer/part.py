@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def load(name: str, asked: str) -> Any:
-    """Return a module of another house of the package, which `asked` asks for, by its name below `hf_ckpt`.
-
-    Raises:
-        UnsupportedError: that house is not installed.
-    """
+    """Return a module of another house of the package, which `asked` asks for, by its name below `hf_ckpt`."""
     try:
         return importlib.import_module(f"hf_ckpt.{name}")
     except ModuleNotFoundError as error:
@@ -103,14 +99,11 @@ class ProvenPlans:
 
 
 class Planning(Part):
-    """What is known of the batches of a run, and of what its steps need: with a given policy nothing but lengths.
+    """What is known of the batches of a run, and of what its steps need: with a given policy nothing but lengths."""
 
-    Attributes:
-        batch: the largest one that was planned for.
-        predicted_bytes: the highest predicted peak of the steps so far; 0 before one is predicted.
-    """
-
+    # The largest one that was planned for.
     batch: Batch | None = None
+    # The highest predicted peak of the steps so far; 0 before one is predicted.
     predicted_bytes: int = 0
 
     def describe(self) -> str | None:
@@ -124,13 +117,10 @@ class Planning(Part):
 
 
 class PolicySource:
-    """Where the plan of each run comes from: here it is resolved from what the user gave.
-
-    Args:
-        policy: the user's; None where that depends on the run.
-    """
+    """Where the plan of each run comes from: here it is resolved from what the user gave."""
 
     def __init__(self, policy: Policy | Plan | None) -> None:
+        # None where it depends on the run.
         self.policy = policy
 
     def describe(self) -> str:
