@@ -279,7 +279,7 @@ class HFCkptCallback(TrainerCallback):
         self._parts += recovery
         if any(part.changes_plans for part in self._parts):
             run.applied.join_ladder()
-        if not args.auto_find_batch_size:
+        if run.watch is not None and not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
             _place(run, run.watch.report_failures(run.model, is_out_of_memory if recovery else None))
         self.plan = run.applied.plan
@@ -444,7 +444,8 @@ class HFCkptCallback(TrainerCallback):
         """Put the model back as it was found."""
         if self._run is not None:
             self._send_report(self._run, args, state, control)
-            self._run.watch.end()
+            if self._run.watch is not None:
+                self._run.watch.end()
             self._stop(self._run)
 
     @contextmanager

@@ -18,8 +18,7 @@ from transformers import TrainerState, TrainingArguments
 from hf_ckpt.auto.batch_of_forward import reads_text, with_inputs, without_adapter
 from hf_ckpt.auto.budgets import capacity_of_run, free_host_bytes, unknown_bytes
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
-from hf_ckpt.auto.live_step import given_optimizer, live_sharding, live_step, mixed_precision
-from hf_ckpt.auto.model_state import ModelState
+from hf_ckpt.auto.live_step import ModelState, given_optimizer, live_sharding, live_step, mixed_precision
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.simulation_coverage import (
     Coverage,
@@ -59,25 +58,22 @@ _SMALL_LENGTH = 16  # Tokens of the rows that a user's loss is tried with where 
 
 
 class Auto(PolicySource):
-    """Policy `auto` with its options, for any number of runs.
-
-    Args:
-        memory_budget: None takes what is free of the GPU.
-        max_length: tokens that no example exceeds; None reads them off the data.
-        structure: `layers`, `attention` and `ffn` of `apply`.
-        allowed: what a plan may hold besides modes.
-        is_proven: whether the first step under each plan is proven, and has to stay within the budget too.
-        fallback: the mode of all layers where a run cannot be planned for; None refuses it.
-    """
+    """Policy `auto` with its options, for any number of runs."""
 
     def __init__(
         self,
+        # None takes what is free of the GPU.
         memory_budget: Budget | None,
+        # Tokens that no example exceeds; None reads them off the data.
         max_length: int | None,
+        # `layers`, `attention` and `ffn` of `apply`.
         structure: dict[str, Any],
+        # What a plan may hold besides modes.
         allowed: Allowed,
         *,
+        # The first step under each plan is proven, and has to stay within the budget too.
         is_proven: bool,
+        # The mode of all layers where a run cannot be planned for; None refuses it.
         fallback: str | None = None,
     ) -> None:
         if max_length is not None and (type(max_length) is not int or max_length < 1):
@@ -91,7 +87,6 @@ class Auto(PolicySource):
         self._before_sharding = ByModel[nn.Module]()
 
     def keep_shape(self, model: nn.Module) -> None:
-        """Keep the shape of a model before an engine shards it."""
         self._before_sharding.note(model, meta_copy(model))
 
     def describe(self) -> str:
@@ -100,16 +95,16 @@ class Auto(PolicySource):
     def begin_run(
         self, model: nn.Module, args: TrainingArguments, state: TrainerState, **given: Any
     ) -> tuple[Planning, Policy | Plan, bool | None]:
-        """Plan a run, or go on with the fallback where it is refused and there is one. See `begin`.
-
-        Raises:
-            BudgetError, PolicyError, OtherProcessError: as `begin` does. That nothing fits is no reason to fall back.
-            UnsupportedError: the step cannot be simulated, and there is no fallback.
-        """
+        """Plan a run, or go on with the fallback where it is refused and there is one. See `begin`."""
+        # That nothing fits is no reason to fall back.
         try:
             planning = self.begin(model, args, state, **given)
         except (UnsupportedError, OtherProcessError) as error:
-            if self.policy is None or not _is_refused(error):
+            # Where it is another process that cannot plan, that has reported only that it failed.
+            is_refusal = isinstance(error, UnsupportedError)
+            if self.policy is not None and store.num_processes() > 1:
+                is_refusal = any(store.all_gather(is_refusal, "falling back"))
+            if self.policy is None or not is_refusal:
                 raise
             say_fallback(error)
             return super().begin_run(model, args, state, **given)
@@ -127,13 +122,7 @@ class Auto(PolicySource):
     ) -> RunPlanner:
         """Plan for the largest batch of a run that is about to begin.
 
-        Args:
-            model: as it will be trained.
-            args: the Trainer's.
-            state: the Trainer's.
-            dataloader: of the training data. Nothing is drawn from it.
-            optimizer: the Trainer's, if it has made one.
-            input_gradients: what the user says; None decides.
+        Nothing is drawn from the data. `input_gradients` is what the user says; None decides.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -185,9 +174,9 @@ class Auto(PolicySource):
             return simulating(given_optimizer(now.optimizer, args, now.follow(refuse), sharding))
 
         simulator = simulating(given)
-        if isinstance(loss, UsersLoss) and (
-            fault := _fault_of_loss(simulator, batches, num_rows, shape, args.ddp_timeout)
-        ):
+        small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
+        tried = batches[0] if batches else small
+        if isinstance(loss, UsersLoss) and (fault := _fault(simulator, tried, args.ddp_timeout)):
             loss = None
             with _because(fault):
                 coverage = check_run(trainer, args, model, optimizer_name)
@@ -218,9 +207,8 @@ class Auto(PolicySource):
         planning.input_gradients = is_on
         planning.start_all(batches)
         if evaluates(args) and batches and not batches[0].tensors:
-            planning.check_evaluation(
-                _of_evaluation(batches[0], num_rows, args.eval_batch_size, collator, rows_per_example)
-            )
+            sizes = num_rows, args.eval_batch_size, collator, rows_per_example
+            planning.check_evaluation(_of_evaluation(batches[0], *sizes))
         return planning
 
     def _shape_of(self, model: nn.Module) -> nn.Module:
@@ -233,12 +221,6 @@ class Auto(PolicySource):
                 "Trainer afterwards. Pass it to the Trainer: Trainer(..., callbacks=[HFCkptCallback(...)])."
             )
         return shape
-
-
-def _is_refused(error: Exception) -> bool:
-    """Whether the run cannot be planned for, here or in another process, which has reported that it failed."""
-    is_refusal = isinstance(error, UnsupportedError)
-    return is_refusal if store.num_processes() == 1 else any(store.all_gather(is_refusal, "falling back"))
 
 
 # What one rank finds, or the bounds for all of them: the bytes that a step may use, the largest batches (empty where
@@ -255,19 +237,8 @@ def _because(fault: str) -> Iterator[None]:
         raise UnsupportedError(f"{fault} The model's own loss cannot be simulated in its place: {error}") from error
 
 
-def _fault_of_loss(
-    simulator: Callable[[Batch], StepSimulator], batches: list[Batch], num_rows: int, shape: nn.Module, timeout_s: float
-) -> str:
-    """Return why a step with the user's loss cannot be simulated, and say it; empty where it can."""
-    small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
-    fault = _fault(simulator, batches[0] if batches else small, timeout_s)
-    if fault:
-        logger.info("The Trainer's own loss is not simulated: %s", fault)
-    return fault
-
-
 def _fault(simulator: Callable[[Batch], StepSimulator], batch: Batch | None, timeout_s: float) -> str:
-    """Return why a step with the user's loss cannot be simulated, the same on all ranks; empty where it can."""
+    """Return why a step with the user's loss cannot be simulated, and say it, the same on all ranks."""
 
     def tried() -> str:
         if batch is None:
@@ -279,7 +250,10 @@ def _fault(simulator: Callable[[Batch], StepSimulator], batch: Batch | None, tim
             return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
         return ""
 
-    return store.broadcast_result(tried, timeout_s, "simulating the loss")
+    fault = store.broadcast_result(tried, timeout_s, "simulating the loss")
+    if fault:
+        logger.info("The Trainer's own loss is not simulated: %s", fault)
+    return fault
 
 
 def _largest_batches(
@@ -345,18 +319,8 @@ def plan_own_step(
 ) -> RunPlanner:
     """Return the plans of a loop that runs a step, the one for its sizes made already.
 
-    Args:
-        model: as it is trained; it is not changed.
-        budget: None takes what is free of the GPU.
-        allowed: what a plan may hold besides modes.
-        structure: `layers`, `attention` and `ffn` of `apply`.
-        optimizer: of torch; None counts the one that `Step` names.
-        **given: fields of `Step`: the step, without its optimizer.
-
-    Raises:
-        BudgetError: no plan fits.
-        PolicyError: there is no budget, or it is more than the device has.
-        UnsupportedError: the step cannot be simulated.
+    The model is not changed. Arguments and errors are those of `Auto` and its `begin`. Without an `optimizer` the one
+    that `Step` names is counted; `given` are other fields of `Step`.
     """
     step = Step(**given)
     check_model(model)

@@ -84,11 +84,7 @@ def free_host_bytes(offload: Offload | None) -> int | None:
 
 
 def check_budget(budget: Budget | None, device: Device) -> None:
-    """Refuse a budget that a device does not have, and none where the device is not a GPU.
-
-    Raises:
-        PolicyError: see `capacity_of_run`.
-    """
+    """Refuse a budget that a device does not have, and none where the device is not a GPU: `PolicyError`."""
     if budget is not None:
         budget.bytes_on(device.memory_bytes, device=device.title)
     elif not device.is_cuda:

@@ -42,14 +42,8 @@ def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: in
     One has the largest example of each column. Others have the largest ones of a single column: of what is joined
     instead of padded, they may have more.
 
-    Args:
-        model: that reads them.
-        dataset: of the data loader: a list of examples, or a data set of `datasets` without a transform.
-        collator: of the data loader. Its copy is called, on copies of examples.
-        num_rows: examples of a micro-batch.
-
-    Returns:
-        Nothing where text alone describes the batches, or where no bound is known.
+    The data set is a list of examples, or one of `datasets` without a transform. A copy of the collator is called, on
+    copies of examples. Nothing comes where text alone describes the batches, or where no bound is known.
     """
     rows, headers = _readable(dataset), _readable(dataset, as_files=True)
     if rows is None or (

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.batch_of_forward import batch_of_forward
-from hf_ckpt.auto.model_state import ModelState
+from hf_ckpt.auto.live_step import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, SmallerBatchError, UnsupportedError
@@ -63,70 +63,52 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False)
 class RunPlanner(Planning):
     """The plans of one run.
 
-    Args:
-        plan: the first one; keeps everything.
-        simulator: makes the simulator of a batch's step. Each plan is made with one of its own, so that what was
-            simulated for it does not outlive it.
-        capacity: what there is for the step.
-        coverage: what is counted, for the log.
-        allowed: what a plan may hold besides modes, as the user says.
-        host_bytes: of host memory that are free for this process; None where that is not known.
-        place: where this rank's tensors are.
-        timeout_s: how long other processes wait for rank 0 to plan, in seconds.
-        is_bounded: whether the largest batch is known.
-        rows_per_example: rows that the model sees of each example.
-        fallback: the plan in the place of one for a batch that is refused; None raises.
-        check_again: raises before a forward whose step cannot be what was planned for; None checks nothing.
-        model_state: tells whether the model is another one than was planned for; None where nobody changes it.
-        simulate_anew: makes what `simulator` is, for the model as it is now.
-        tries_fewer_rows: whether the Trainer begins again with fewer rows where no plan fits.
-
     Attributes:
-        plan: what is to be in force now.
+        plan: what is to be in force now; the first one keeps everything.
         needed_bytes: what that needs with all that lies on the device besides.
         input_gradients: what was simulated for the output of the embeddings.
         seen: what the model was given in the micro-batch that runs; None where its forward has not begun.
     """
 
+    plan: Plan
+    # Makes the simulator of a batch's step. Each plan is made with one of its own, so that what was simulated for it
+    # does not outlive it.
+    simulator: Callable[[Batch], StepSimulator]
+    # What there is for the step.
+    capacity: Capacity
+    _: KW_ONLY
+    # What is counted, for the log.
+    coverage: Coverage
+    # What a plan may hold besides modes, as the user says.
+    allowed: Allowed
+    # Of host memory that are free for this process; None where that is not known.
+    host_bytes: int | None = None
+    # Where this rank's tensors are.
+    place: torch.device
+    # How long other processes wait for rank 0 to plan.
+    timeout_s: float
+    # Whether the largest batch is known.
+    is_bounded: bool
+    # Rows that the model sees of each example.
+    rows_per_example: int = 1
+    # The plan in the place of one for a batch that is refused; None raises.
+    fallback: Plan | None = None
+    # Raises before a forward whose step cannot be what was planned for; None checks nothing.
+    check_again: Callable[[], None] | None = None
+    # Tells whether the model is another one than was planned for; None where nobody changes it.
+    model_state: ModelState | None = None
+    # Makes what `simulator` is, for the model as it is now.
+    simulate_anew: Callable[[], Callable[[Batch], StepSimulator]] | None = None
+    # Whether the Trainer begins again with fewer rows where no plan fits.
+    tries_fewer_rows: bool = False
+
     changes_plans = True
 
-    def __init__(
-        self,
-        plan: Plan,
-        simulator: Callable[[Batch], StepSimulator],
-        capacity: Capacity,
-        *,
-        coverage: Coverage,
-        allowed: Allowed,
-        host_bytes: int | None = None,
-        place: torch.device,
-        timeout_s: float,
-        is_bounded: bool,
-        rows_per_example: int = 1,
-        fallback: Plan | None = None,
-        check_again: Callable[[], None] | None = None,
-        model_state: ModelState | None = None,
-        simulate_anew: Callable[[], Callable[[Batch], StepSimulator]] | None = None,
-        tries_fewer_rows: bool = False,
-    ) -> None:
-        self.plan = plan
-        self._simulator = simulator
-        self.capacity = capacity
-        self._coverage = coverage
-        self._allowed = allowed
-        self._host_bytes = host_bytes
-        self._place = place
-        self._timeout_s = timeout_s
-        self._is_bounded = is_bounded
-        self._rows_per_example = rows_per_example
-        self._fallback = fallback
-        self._check_again = check_again
-        self._model_state = model_state
-        self._simulate_anew = simulate_anew
-        self._tries_fewer_rows = tries_fewer_rows
+    def __post_init__(self) -> None:
         self._has_given_up = False
         self.predicted_bytes = self.needed_bytes = 0
         self.input_gradients: bool | None = None
@@ -145,7 +127,7 @@ class RunPlanner(Planning):
 
     def longest_batch(self, num_rows: int, dataloader: Any) -> Batch | None:
         # Without token ids its length says nothing.
-        return self.batch if self._is_bounded and self.batch is not None and self.batch.length else None
+        return self.batch if self.is_bounded and self.batch is not None and self.batch.length else None
 
     def describe(self) -> str:
         """Return what the plan is predicted to need of the budget, in words."""
@@ -159,29 +141,17 @@ class RunPlanner(Planning):
         peak = _with_needed(self.predicted_bytes, self.needed_bytes)
         return f"predicted peak {peak} of {budget}, for {self.batch.describe()}"
 
-    def _compare_with_plain(self, batch: Batch, needed_bytes: int, plain_bytes: int, of_plain: float) -> None:
-        if plain_bytes:
-            exactness = Exactness(inexact_parts(self.plan), of_plain).describe()
-            self._comparison = (
-                f"plain training would need {format_bytes(plain_bytes)}, your budget is "
-                f"{format_bytes(self.capacity.num_bytes)}. This plan needs {format_bytes(needed_bytes)}, predicted for "
-                f"{batch.describe()}: {exactness}"
-            )
-
     def start(self, batch: Batch, because: str = "") -> None:
-        """Plan for a batch, the same on all ranks: rank 0 does, and broadcasts the plan.
+        """Plan for a batch, the same on all ranks: rank 0 does, and broadcasts the plan. Raises `BudgetError`.
 
         `because`: what an error is to begin with.
-
-        Raises:
-            BudgetError: no plan fits.
         """
         budget = format_bytes(self.capacity.num_bytes)
         logger.info("Planning for %s within %s: simulating steps.", batch.describe(), budget)
         try:
-            found = store.broadcast_result(partial(self._decide, batch), self._timeout_s, "planning")
+            found = store.broadcast_result(partial(self._decide, batch), self.timeout_s, "planning")
         except BudgetError as error:
-            if self._tries_fewer_rows:
+            if self.tries_fewer_rows:
                 logger.warning("%s", smaller := SmallerBatchError(f"{because}{error}"))
                 raise smaller from error
             if because:
@@ -189,14 +159,19 @@ class RunPlanner(Planning):
             raise
         text, peak_bytes, needed_bytes, fits, where, plain_bytes, of_plain = found
         self.plan = Plan.from_json(text)
-        self._compare_with_plain(batch, needed_bytes, plain_bytes, of_plain)
+        if plain_bytes:
+            exactness = Exactness(inexact_parts(self.plan), of_plain).describe()
+            self._comparison = (
+                f"plain training would need {format_bytes(plain_bytes)}, your budget is {budget}. This plan needs "
+                f"{format_bytes(needed_bytes)}, predicted for {batch.describe()}: {exactness}"
+            )
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.needed_bytes = max(self.needed_bytes, needed_bytes)
         self.batch = batch
         # What it holds need not be asked of: each forward asks of all that are here.
         known = self._fitting.get(self.plan.digest(), [])
         self._fitting[self.plan.digest()] = [*(each for each in known if not batch.holds(each)), batch]
-        bound = "" if self._is_bounded else "; bound not known, larger batches are planned for before they run"
+        bound = "" if self.is_bounded else "; bound not known, larger batches are planned for before they run"
         logger.info(
             "Planned for %s: predicted peak %s of %s, %s%s.",
             *(batch.describe(), _with_needed(peak_bytes, needed_bytes), budget, where, bound),
@@ -207,14 +182,14 @@ class RunPlanner(Planning):
                 "Use shorter sequences, fewer of them, or a larger budget.",
                 budget,
             )
-        self._coverage.log(self._names_of_inputs(batch))
+        self.coverage.log(self._names_of_inputs(batch))
 
     @_undisturbed()
     def _names_of_inputs(self, batch: Batch) -> tuple[str, ...]:
         """Return the names of everything that a micro-batch of this size is made of."""
         if batch.tensors:
             return batch.names
-        simulator = self._simulator(batch)
+        simulator = self.simulator(batch)
         return tuple(make_inputs(replace(simulator.step, batch_size=1), simulator.model))
 
     def start_all(self, batches: Sequence[Batch], because: str = "") -> None:
@@ -244,15 +219,15 @@ class RunPlanner(Planning):
         """
         if self.batch is None:
             return None
-        allowed = self._allowed.bitwise if is_exact else self._allowed
-        simulator = self._simulator(self.batch)
+        allowed = self.allowed.bitwise if is_exact else self.allowed
+        simulator = self.simulator(self.batch)
         before, reserved = simulator.memory(self.plan), simulator.reserved_bytes(self.plan)
-        planner = StepPlanner(simulator, allowed=cap_to_free_memory(allowed, self._host_bytes))
+        planner = StepPlanner(simulator, allowed=cap_to_free_memory(allowed, self.host_bytes))
         try:
             found = planner.plan_for(Capacity(int((1 - share) * reserved)))
         except BudgetError:
             return None
-        plan, seconds = restore_user_cap(found.plan, self._allowed), before.time.total
+        plan, seconds = restore_user_cap(found.plan, self.allowed), before.time.total
         return None if plan == self.plan else (plan, found.memory.time.total / seconds if seconds else None)
 
     def held_by(self, plan: Plan, batch: Batch) -> tuple[int, int]:
@@ -260,7 +235,7 @@ class RunPlanner(Planning):
         key = plan.digest(), batch
         if key not in self._held:
             with _undisturbed():
-                simulator = self._simulator(batch)
+                simulator = self.simulator(batch)
                 self._held[key] = simulator.memory(plan).peak_bytes, simulator.reserved_bytes(plan)
         return self._held[key]
 
@@ -282,41 +257,35 @@ class RunPlanner(Planning):
     def before_forward(self, batch: Batch | None, read: Callable[[], Batch | None], check: Callable[[], None]) -> None:
         """Change the plan if it was not made for a batch as large. No layer has run yet.
 
-        Args:
-            batch: this rank's, to be held against others; None is refused by `check`.
-            read: returns it to be simulated, with the values of whole numbers.
-            check: raises where the forward is not the one that is simulated.
-
-        Raises:
-            BudgetError: no plan fits the batch.
-            UnsupportedError: it cannot be planned for, and there is no plan to fall back on.
+        `batch` is this rank's, to be held against others; None is refused by `check`, which raises where the forward is
+        not the one that is simulated. `read` returns it to be simulated, with the values of whole numbers. Raises
+        `BudgetError` where no plan fits, `UnsupportedError` where none is made and there is no fallback.
         """
         if self._has_given_up:
             return
         try:
-            if self._check_again is not None:
-                self._check_again()
+            if self.check_again is not None:
+                self.check_again()
             check()
             assert batch is not None, "a forward without one is refused"
             self.seen = batch
-            if self._model_state is not None and self._model_state.is_changed():
+            if self.model_state is not None and self.model_state.is_changed():
                 self._plan_for_other_model()
             self._plan_for_larger(batch, read)
         except UnsupportedError as error:
             # Other ranks may not know of it, and half of a micro-batch may be kept under the plan in force.
-            if self._fallback is None or store.num_processes() > 1 or self._inputs.is_under_way:
+            if self.fallback is None or store.num_processes() > 1 or self._inputs.is_under_way:
                 raise
             say_fallback(error)
-            self.plan, self.batch, self._has_given_up = self._fallback, None, True
+            self.plan, self.batch, self._has_given_up = self.fallback, None, True
             self.predicted_bytes = self.needed_bytes = 0
 
     def _plan_for_other_model(self) -> None:
-        """Plan anew for all that has been planned for: other parameters train now, or in another dtype."""
         known = dict.fromkeys(batch for batches in self._fitting.values() for batch in batches)
         try:
-            if store.num_processes() > 1 or self._simulate_anew is None:
+            if store.num_processes() > 1 or self.simulate_anew is None:
                 raise refuse("what trains in this process is known to no other one")
-            self._simulator = self._simulate_anew()
+            self.simulator = self.simulate_anew()
         except UnsupportedError as error:
             warnings.warn(
                 "Other parameters train than the plan was made for, or the model computes in another way: the step may "
@@ -340,9 +309,8 @@ class RunPlanner(Planning):
 
     @property
     def compares_batches(self) -> bool:
-        """Whether several processes compare their batches before each forward."""
         # Tensors: more than a text has been planned for.
-        return not self._is_bounded or any(each.tensors for batches in self._fitting.values() for each in batches)
+        return not self.is_bounded or any(each.tensors for batches in self._fitting.values() for each in batches)
 
     def _new_batches(self, batch: Batch, read: Callable[[], Batch | None]) -> Iterator[Batch]:
         """Yield what is to be planned for: all ranks compare what comes to them, in each forward."""
@@ -366,7 +334,7 @@ class RunPlanner(Planning):
         flags = batch.is_padded, batch.is_packed, bool(batch.tensors), not self._is_known(batch)
         # Waits for the device, in each forward of a run of which no longest row is known: before its first layer runs,
         # all have to know which plan is in force.
-        sizes = torch.tensor([batch.rows, batch.length, *flags], device=self._place)
+        sizes = torch.tensor([batch.rows, batch.length, *flags], device=self.place)
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
         rows, length, is_padded, is_packed, has_tensors, is_new = sizes.tolist()
         return Batch(rows, length, bool(is_padded), bool(is_packed)), bool(has_tensors), bool(is_new)
@@ -393,10 +361,10 @@ class RunPlanner(Planning):
             return
         batch = (read and read()) or batch
         with _undisturbed():
-            self._check_evaluation(batch)
+            self._simulate_evaluation(batch)
 
-    def _check_evaluation(self, batch: Batch) -> None:
-        simulator = self._simulator(batch)
+    def _simulate_evaluation(self, batch: Batch) -> None:
+        simulator = self.simulator(batch)
         if simulator.step.prepares:
             # Named in the log: evaluation prepares its batches too.
             return
@@ -411,20 +379,22 @@ class RunPlanner(Planning):
 
     def _evaluation_advice(self, batch: Batch, memory: StepMemory) -> str:
         def peak(examples: int) -> int:
-            rows = examples * self._rows_per_example
+            rows = examples * self.rows_per_example
             smaller = replace(batch, rows=rows, is_padded=batch.is_padded and rows > 1)
-            return self._simulator(smaller).evaluate(self.plan).memory.peak_bytes
+            return self.simulator(smaller).evaluate(self.plan).memory.peak_bytes
 
         fits = None
-        examples = batch.rows // self._rows_per_example
+        examples = batch.rows // self.rows_per_example
         if examples > 1 and not batch.tensors:
             fits = largest(peak, self.capacity.reserved_bytes, start=examples // 2, most=examples - 1)
         what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter sequences'}, or raise the budget."
         if fits is not None and fits.number:
             what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.needed_bytes)})."
+        outside = self.capacity.num_bytes - self.capacity.reserved_bytes
+        allows = f", {format_bytes(outside)} of it for CUDA and a margin" if outside else ""
         return (
             f"Evaluation of {batch.describe()} needs {format_bytes(memory.peak_bytes)} as predicted, more than "
-            f"memory_budget={format_bytes(self.capacity.num_bytes)}{_allows(self.capacity)}; activation checkpointing "
+            f"memory_budget={format_bytes(self.capacity.num_bytes)}{allows}; activation checkpointing "
             f"does not change it. {what}"
         )
 
@@ -446,7 +416,7 @@ class RunPlanner(Planning):
     @_undisturbed()
     def _decide(self, batch: Batch) -> _PlanMessage:
         # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
-        simulator = self._simulator(batch)
+        simulator = self.simulator(batch)
         plan, verdict = self.plan, simulator.verdict(self.plan, self.capacity)
         memory, plain_bytes, of_plain = simulator.memory(plan), 0, 0.0
         if verdict.fit is not Fit.YES:
@@ -457,7 +427,7 @@ class RunPlanner(Planning):
         return plan.to_json(), verdict.peak_bytes, verdict.needed_bytes, fits, where, plain_bytes, of_plain
 
     def _planned(self, batch: Batch) -> _Planned:
-        if not self._is_bounded and (stepped := _rounded_up(batch)) != batch:
+        if not self.is_bounded and (stepped := _rounded_up(batch)) != batch:
             try:
                 if (planned := self._planned_for(stepped)).verdict.fit is Fit.YES:
                     return planned
@@ -468,15 +438,15 @@ class RunPlanner(Planning):
 
     def _planned_for(self, batch: Batch) -> _Planned:
         if batch not in self._plans:
-            simulator = self._simulator(batch)
-            planner = StepPlanner(simulator, allowed=cap_to_free_memory(self._allowed, self._host_bytes))
+            simulator = self.simulator(batch)
+            planner = StepPlanner(simulator, allowed=cap_to_free_memory(self.allowed, self.host_bytes))
             found = planner.plan_for(self.capacity, compare=True)
             plain: tuple[int, float] = 0, 0.0
             if found.exactness is not None:
                 without = self.capacity.needed_bytes(simulator.reserved_bytes(None))
                 plain = without, found.exactness.of_none
                 logger.info("The plan for %s: %s.", batch.describe(), found.exactness.describe())
-            plan = restore_user_cap(found.plan, self._allowed)
+            plan = restore_user_cap(found.plan, self.allowed)
             self._plans[batch] = _Planned(plan, found.memory, found.verdict, *plain)
         return self._plans[batch]
 
@@ -491,11 +461,6 @@ class _Planned(NamedTuple):
     of_plain: float
 
 
-def _allows(capacity: Capacity) -> str:
-    outside = capacity.num_bytes - capacity.reserved_bytes
-    return f", {format_bytes(outside)} of it for CUDA and a margin" if outside else ""
-
-
 def _with_needed(peak_bytes: int, needed_bytes: int) -> str:
     """Return a peak, and what it needs with torch's cache, CUDA's context and a margin, where there are any."""
     peak = format_bytes(peak_bytes)
@@ -503,7 +468,6 @@ def _with_needed(peak_bytes: int, needed_bytes: int) -> str:
 
 
 def say_fallback(error: Exception) -> None:
-    """Say that a run goes on under its fallback, and why it has no plan."""
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
 
 
@@ -527,7 +491,7 @@ class _BeforeForward:
             return
         planning = self._planning
         # The loss of the Trainer, where that is simulated, calls the model itself.
-        has_settings = planning._coverage.loss is None
+        has_settings = planning.coverage.loss is None
         describe = partial(batch_of_forward, model, args, kwargs, has_settings=has_settings)
         batch = describe(reads=False)
         if is_trained:

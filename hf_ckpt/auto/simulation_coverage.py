@@ -67,11 +67,9 @@ class Coverage:
 
     @property
     def counted_bytes(self) -> int:
-        """Bytes of all of them."""
         return sum(each.num_bytes for each in self.others)
 
     def without(self, what: str) -> Coverage:
-        """Return the same, which leaves out something more."""
         return replace(self, not_counted=(*self.not_counted, what))
 
     def without_unknown(self, num_bytes: int, budget_bytes: int) -> Coverage:
@@ -101,22 +99,17 @@ def check_run(
 ) -> Coverage:
     """Refuse a run whose memory is not that of the simulated step, and return what is counted of any other.
 
-    Args:
-        trainer: that trains now; None where none is found.
-        args: its arguments.
-        model: as it will be trained.
-        optimizer: what will be simulated, in words.
-        loss: the Trainer's own, where that is simulated.
-
-    Raises:
-        UnsupportedError: says what is not simulated.
+    `optimizer` is what will be simulated, in words; `loss` is the Trainer's own, where that is simulated.
     """
     # What no plan can govern is not to be tried with another policy.
     check_model(model)
     _check_arguments(args, simulated=() if loss is None else ("label_smoothing_factor",))
     _check_engine(trainer, args, model)
     check_not_compiled(model)
-    _check_backward(args, model)
+    # Engines of several processes have such hooks too.
+    hooked = [name for name, each in model.named_parameters() if getattr(each, "_post_accumulate_grad_hooks", None)]
+    if args.world_size == 1 and hooked:
+        raise refuse(f"hooks run when {hooked[0]} has its gradient, as those of an optimizer that steps in backward do")
     others = tuple(other_models(trainer, model, args.device))
     counted, left_out = _sorted_models(others, trainer, model, loss)
     left_out += _generation(trainer, args, loss)
@@ -130,16 +123,11 @@ def check_run(
 
 
 def evaluates(args: TrainingArguments) -> bool:
-    """Whether a run evaluates while it trains."""
     return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or bool(args.eval_on_start)
 
 
 def check_call(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model that cannot be called with inputs of these names.
-
-    Raises:
-        UnsupportedError: says what its forward takes.
-    """
+    """Refuse a model that cannot be called with inputs of these names."""
     bare, names = without_adapter(model), list(names)
     try:
         inspect.signature(type(bare).forward).bind(bare, **dict.fromkeys(names))
@@ -158,18 +146,10 @@ def _check_arguments(args: TrainingArguments, simulated: tuple[str, ...]) -> Non
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Refuse a model that a compiler runs, or a part of one."""
     # A copy of a compiled module is not compiled.
     for module in model.modules():
         if is_compiled(module):
             raise refuse(f"{type(module).__name__} is compiled: {NOT_SIMULATED['torch_compile'][1]}")
-
-
-def _check_backward(args: TrainingArguments, model: nn.Module) -> None:
-    # Engines of several processes have such hooks too.
-    hooked = [name for name, each in model.named_parameters() if getattr(each, "_post_accumulate_grad_hooks", None)]
-    if args.world_size == 1 and hooked:
-        raise refuse(f"hooks run when {hooked[0]} has its gradient, as those of an optimizer that steps in backward do")
 
 
 def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> None:
@@ -279,11 +259,7 @@ class NewModels:
         self._steps_seen: set[int] = set()
 
     def check(self) -> None:
-        """Refuse, before the first step, what is new and not small; name it afterwards.
-
-        Raises:
-            UnsupportedError: names it.
-        """
+        """Refuse, before the first step, what is new and not small; name it afterwards."""
         trainer, model = self._trainer(), self._model()
         if trainer is None or model is None:
             return
@@ -356,11 +332,7 @@ class InputCheck:
     _named: set[str] = field(default_factory=set)
 
     def check(self, model: nn.Module, batch: Batch | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a training forward that is not the simulated one, before it runs.
-
-        Raises:
-            UnsupportedError: names the input.
-        """
+        """Refuse a training forward that is not the simulated one, before it runs."""
         if batch is None:
             raise refuse("the model's forward came without a tensor, so that its batch is not known")
         self._num_forwards += 1
@@ -389,15 +361,10 @@ class InputCheck:
         return self._num_forwards > 1
 
     def forget_micro_batch(self) -> None:
-        """Take the micro-batch for one that has not begun."""
         self._num_forwards = 0
 
     def end_micro_batch(self) -> None:
-        """Refuse a micro-batch in which the model's own forward did not run.
-
-        Raises:
-            UnsupportedError: it did not.
-        """
+        """Refuse a micro-batch in which the model's own forward did not run."""
         if not self._num_forwards:
             raise refuse(
                 "a micro-batch ran without a training forward of the model that the Trainer has: its parts were called "
@@ -433,11 +400,7 @@ def _check_setting(model: nn.Module, name: str, value: Any) -> None:
 
 
 def check_no_tensors_inside(name: str, value: Any) -> None:
-    """Refuse an input that is a list or a dictionary of tensors.
-
-    Raises:
-        UnsupportedError: names it.
-    """
+    """Refuse an input that is a list or a dictionary of tensors."""
     if _holds_tensor(value):
         raise refuse(f"a batch came with tensors inside {name}, which the simulated step does not have")
 

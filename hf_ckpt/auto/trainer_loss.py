@@ -31,7 +31,6 @@ class ModelInputs:
 
     @property
     def rows_per_example(self) -> int:
-        """Rows that the model sees of each example."""
         return 1
 
     takes_more_than_text = True
@@ -48,13 +47,7 @@ class ModelInputs:
 
 @dataclass(frozen=True, eq=False)
 class TrainerLoss:
-    """See `hf_ckpt.simulation.step.OwnLoss`.
-
-    Args:
-        trainer: that trains now. It stays as it is.
-        batch: what it trains on.
-        others: by attribute of the Trainer, the models that it holds besides the trained one, on `meta`.
-    """
+    """See `hf_ckpt.simulation.step.OwnLoss`."""
 
     trainer: Any
     batch: ModelInputs
@@ -62,22 +55,18 @@ class TrainerLoss:
 
     @property
     def name(self) -> str:
-        """The method that computes it."""
         return f"{type(self.trainer).__name__}.compute_loss"
 
     @property
     def code(self) -> tuple[object, ...]:
-        """What computes it."""
         return type(self.trainer), vars(self.trainer).get("compute_loss_func")
 
     @property
     def rows_per_example(self) -> int:
-        """Rows that the model sees of each example."""
         return self.batch.rows_per_example
 
     @property
     def keeps_predictions(self) -> bool:
-        """Whether evaluation keeps what the model returns."""
         return getattr(self.trainer, "compute_metrics", None) is not None
 
     def of(self, batch: Batch) -> TrainerLoss:
@@ -92,7 +81,6 @@ class TrainerLoss:
         return self
 
     def make_inputs(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
-        """Return a micro-batch."""
         return self.batch.make(step, model)
 
     def bound_to(self, model: nn.Module, others: Mapping[str, nn.Module], *, is_cuda: bool) -> partial[Any]:
@@ -103,11 +91,9 @@ class TrainerLoss:
 
     @property
     def prepares(self) -> str:
-        """Nothing."""
         return ""
 
     def make_prepared(self, step: Step) -> dict[str, Tensor]:
-        """Return nothing."""
         return {}
 
     def prepare(self, step: Step, model: nn.Module, loss_of: Callable[..., Any]) -> None:

@@ -41,16 +41,7 @@ def trl_loss(
 ) -> TrainerLoss | None:
     """Return the loss of a trainer of trl; None of any other, and where the model's own is simulated in its place.
 
-    Args:
-        trainer: that trains now; None where none is found.
-        args: its arguments.
-        model: as it is trained.
-        sharding: the engine around the model.
-        dataset: of the training data. Nothing is drawn from it.
-        collator: of its data loader.
-
-    Raises:
-        UnsupportedError: the step of this trainer is not simulated.
+    Raises `UnsupportedError` where the step of this trainer is not simulated. Nothing is drawn from the data.
     """
     of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
     if of_trl is None:
@@ -252,7 +243,6 @@ class Completions(ModelInputs):
 
     @property
     def completion_length(self) -> int:
-        """Tokens that are generated at most."""
         return int(self.trainer.generation_config.max_new_tokens)
 
     def lengths_of(self, step: Step) -> tuple[int, int]:
@@ -321,7 +311,6 @@ class GenerationLoss(TrainerLoss):
 
     @property
     def prepares(self) -> str:
-        """What `prepare` does, in words."""
         rows = self.trainer.args.per_device_train_batch_size * self.trainer.args.steps_per_generation
         return f"generation of {rows} completions of {self.batch.completion_length:,} tokens at a time"
 
@@ -376,7 +365,6 @@ def _is_done(ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _lengthen(cache: Any, length: int) -> None:
-    """Let a cache hold so many tokens."""
     for layer in cache.layers:
         if type(layer).__name__ != _CACHE_LAYER:
             raise refuse(f"generation keeps keys and values in a {type(layer).__name__}, which is not")

@@ -131,7 +131,6 @@ class LaunchedProcesses:
                 raise RecipeError(text)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change how long to wait in each stage for the others."""
         self._timeout_s = timeout_s
 
     def is_printed_by_another(self, error: Exception) -> bool:
@@ -191,7 +190,6 @@ def _join(size: int, timeout_s: float) -> Store:
 
 
 def num_processes() -> int:
-    """Return how many processes train together; 1 without a process group."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

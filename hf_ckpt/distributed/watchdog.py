@@ -96,7 +96,6 @@ class Watchdog:
             raise OtherProcessError(f"{stopped} Process {self._rank} cannot train without it.")
 
     def end(self) -> None:
-        """Note that the training that began last has come to its end."""
         if self._trainings:
             self._trainings.pop()
         if not self._is_needed():
@@ -132,7 +131,6 @@ class Watchdog:
         self._outlasts_training = False
 
     def is_of(self, group: object) -> bool:
-        """Whether this watchdog is in force for the processes of a group."""
         return not self._over.is_set() and (self._group is None or self._group() is group)
 
     def has_left_training(self) -> bool:
@@ -203,20 +201,6 @@ class Watchdog:
             os._exit(1)
 
 
-class NoWatchdog:
-    """In place of one in the only process of a run: there is nobody to tell."""
-
-    def fail(self, reason: str) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def report_failures(self, model: nn.Module, is_handled: IsHandled = None) -> Iterable[RemovableHandle]:
-        """Place no hook."""
-        return ()
-
-
 # --- The watchdogs of this process. ---
 
 
@@ -237,11 +221,12 @@ def start() -> Watchdog | None:
 
 
 @contextmanager
-def watched_training(training: Training) -> Iterator[Watchdog | NoWatchdog]:
+def watched_training(training: Training) -> Iterator[Watchdog | None]:
     """Begin a training, which ends by an error of this package's within: that is raised in all processes."""
     watch = start()
     if watch is None:
-        yield NoWatchdog()
+        # There is nobody to tell.
+        yield None
         return
     watch.begin(training)
     try:

@@ -103,20 +103,14 @@ class Applied:
 
     @property
     def pending_errors(self) -> PendingErrors:
-        """The errors that the plan's regions may turn out to have found."""
         return self._patches[0].pending_errors if self._patches else PendingErrors()
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """How the modules run that run in tiles."""
         return tuple(tiling for patch in self._patches for tiling in patch.tilings)
 
     def assert_in_force(self) -> None:
-        """Bring the plan back where another library switched it off.
-
-        Raises:
-            PlanMismatchError: it cannot be brought back.
-        """
+        """Bring the plan back where another library switched it off, or raise `PlanMismatchError`."""
         for patch in self._patches:
             patch.assert_in_force()
 
@@ -126,7 +120,6 @@ class Applied:
             check.values = values
 
     def leave_unsaid(self, topics: Iterable[Topic]) -> None:
-        """Say nothing of these."""
         self._patches[0].told.update(topics)
 
     def join_ladder(self) -> None:
@@ -203,16 +196,7 @@ class Applied:
 
 @takes(ApplyOptions)
 def apply(model: nn.Module, policy: object, **options: Unpack[ApplyOptions]) -> Applied:
-    """Put a policy in force on a model, in place. `hf_ckpt.apply`, which also plans, says what all of it means.
-
-    Args:
-        model: carries no plan.
-        policy: a mode name, a rule, a list of rules, a `Policy`, or a `Plan` made for this model.
-        **options: `ApplyOptions`.
-
-    Raises:
-        HFCkptError: what `hf_ckpt.apply` raises.
-    """
+    """Put a policy in force on a model, in place. `hf_ckpt.apply`, which also plans, says what all of it means."""
     parsed = parse(policy, **select(options, PolicyOptions))
     plan, stacks = _planned(model, parsed, select(options, StructureOptions))
     return apply_plan(model, plan, stacks, prove=options["prove"])
@@ -221,23 +205,14 @@ def apply(model: nn.Module, policy: object, **options: Unpack[ApplyOptions]) -> 
 def make_plan(
     model: nn.Module,
     policy: Policy | Plan,
+    # The model's, where they are known.
     stacks: tuple[Stack, ...] | None = None,
     *,
+    # A plan was made for the model before, which has not changed since: only the plan is checked.
     is_checked: bool = False,
     **structure: Unpack[StructureOptions],
 ) -> Plan:
-    """Return the plan that `apply` would put in force, and leave the model alone.
-
-    Args:
-        model: see `apply`.
-        policy: a policy or plan that was parsed.
-        stacks: the model's, where they are known.
-        is_checked: whether a plan was made for the model before, which has not changed since: only the plan is checked.
-        **structure: `layers`, `attention` and `ffn` of `apply`.
-
-    Raises:
-        HFCkptError: what `apply` raises.
-    """
+    """Return the plan that `apply` would put in force, and leave the model alone. Raises what `apply` raises."""
     return _planned(model, policy, structure, stacks, is_checked=is_checked)[0]
 
 
@@ -370,7 +345,6 @@ def train_call_of(model: nn.Module) -> TrainCall:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan that is in force on a model, or None."""
     patches = _patches(model)
     return patches[0].plan if patches else None
 
@@ -392,11 +366,7 @@ def _patches(model: nn.Module) -> list[StackPatch]:
 
 
 def check_plan(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:
-    """Refuse a plan that was made for another model.
-
-    Raises:
-        PolicyError: layers, their parts or the adapter around them are not those of the plan.
-    """
+    """Refuse a plan that was made for other layers, other parts of them or another adapter around them."""
     planned = [(stack.path, len(stack.layers)) for stack in plan.stacks]
     there = [(stack.path, len(stack.layers)) for stack in stacks]
     if planned != there:

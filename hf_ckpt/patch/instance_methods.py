@@ -17,11 +17,8 @@ import torch
 def set_method(owner: object, name: str, run: partial[Any]) -> partial[Any]:
     """Set `run` as a method of an instance, and return what was set.
 
-    Args:
-        owner: the instance.
-        name: of the method.
-        run: of a module-level function, so that copies and pickles of the owner have it too. Its last argument before
-            those of the call is the method that stood on the instance, or None for the class's own.
+    It is of a module-level function, so that copies and pickles of the owner have it too. Its last argument before
+    those of the call is the method that stood on the instance, or None for the class's own.
     """
     _vanish(owner, name)
     ours = partial(run.func, *run.args, vars(owner).get(name))

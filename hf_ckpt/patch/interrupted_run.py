@@ -36,7 +36,7 @@ class TrainCall:
         self._frame = id(frame)
         self._thread = threading.get_ident()
         # Once a frame is freed, another one can have its id.
-        self._trainer = weakref.ref(frame.f_locals["self"])
+        self._trainer: Callable[[], Any] = weakref.ref(frame.f_locals["self"])
 
     def is_running(self) -> bool:
         """Whether the call is under way, here or in the thread that made it."""
@@ -50,7 +50,6 @@ class TrainCall:
         return False
 
     def is_over(self) -> bool:
-        """Whether the call has returned, or ended in an exception."""
         return not self.is_running()
 
     def is_around_another(self) -> bool:
@@ -59,7 +58,6 @@ class TrainCall:
         return self.is_running() and (frame is None or id(frame) != self._frame)
 
     def is_of(self, trainer: object) -> bool:
-        """Whether it is a call of this Trainer."""
         return self._trainer() is trainer
 
     def uncaught_error(self) -> BaseException | None:
@@ -82,19 +80,12 @@ class NoCall(TrainCall):
     """What stands for a call outside of a Trainer, as for a plan that was applied by hand: it neither runs nor ends."""
 
     def __init__(self) -> None:
-        pass
-
-    def is_running(self) -> bool:
-        return False
+        self._frame = self._thread = 0
+        # There is none.
+        self._trainer = type(None)
 
     def is_over(self) -> bool:
         return False
-
-    def is_of(self, trainer: object) -> bool:
-        return False
-
-    def uncaught_error(self) -> None:
-        return None
 
     def __reduce__(self) -> tuple[type[TrainCall], tuple[()]]:
         return type(self), ()
@@ -160,7 +151,6 @@ class Removal:
     """Called before, where another Trainer runs: it has set the `use_cache` that it wants, when it was built."""
 
     def run_if_over(self, model: nn.Module) -> None:
-        """Take the plan off if the call is over."""
         if torch.compiler.is_compiling() or not self.call.is_over():
             return
         trainer = running_trainer()

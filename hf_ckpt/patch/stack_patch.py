@@ -71,15 +71,12 @@ class Change:
     ours: object
 
     def is_in_force(self) -> bool:
-        """Whether the module still has what was set."""
         return own(self.module, self.name) is self.ours
 
     def assert_again(self) -> None:
-        """Set it again."""
         setattr(self.module, self.name, self.ours)
 
     def undo(self) -> None:
-        """Put back what was found."""
         if self.name == FORWARD:
             take_off(self.module, FORWARD, self.ours)
             return
@@ -135,7 +132,6 @@ class StackPatch:
         self._is_logged = False
 
     def set(self, path: str, module: nn.Module, name: str, ours: object) -> None:
-        """Set an attribute on a module and remember what was there."""
         # Layers that share a module want the same of it (`check_exact` has seen to that): the first one sets it.
         if any(change.module is module and change.name == name for change in self._changes):
             return
@@ -175,20 +171,16 @@ class StackPatch:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the plan was taken off again, or is not in force yet."""
         return self._home is None
 
     def on_remove(self, undo: Callable[[], None]) -> None:
-        """Call `undo` when the patch is removed, by whomever."""
         self._on_remove.append(undo)
 
     def take_undos(self) -> list[Callable[[], None]]:
-        """Return what `on_remove` was given, and forget it."""
         undos, self._on_remove = self._on_remove, []
         return undos
 
     def seams(self) -> Set[nn.Module]:
-        """Return the modules whose seam is set here."""
         return {change.module for change in self._changes if change.name == FLAG}
 
     def attach(self, home: nn.Module, owner: nn.Module) -> None:
@@ -351,7 +343,6 @@ class SegmentHooks:
             hook.remove()
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for layer_idx in self._indices:
             self._take_off(layer_idx)
 

@@ -61,7 +61,6 @@ class UseCache:
 
     @property
     def is_set(self) -> bool:
-        """Whether the values are those of a training step."""
         return bool(self._set)
 
     def restore(self) -> None:
@@ -236,12 +235,10 @@ class SharedIndexCheck:
             self.remove()
 
     def end(self) -> None:
-        """The plan is taken off."""
         self._is_over = True
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

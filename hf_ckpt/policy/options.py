@@ -280,12 +280,14 @@ def parse_offload(value: object) -> Offload | None:
         )
     check_keys("offload", value, [field.name for field in fields(Offload)])
     min_bytes = _parse_amount("min_bytes", value.get("min_bytes"))
+    fraction = _checked("fraction", value, _is_fraction, "a number above 0 and at most 1")
+    trusts = _checked("trust_host_memory", value, *_YES_OR_NO)
     parsed = Offload(
         to=_parse_to(value.get("to", TO_CPU)),
-        path=_parse_path(value.get("path")),
-        fraction=_parse_fraction(value.get("fraction")),
+        path=_checked("path", value, lambda it: isinstance(it, str) and it.strip(), "the name of a directory"),
+        fraction=None if fraction is None else float(fraction),
         host_memory=_parse_host_memory(value.get("host_memory")),
-        trust_host_memory=_parse_trust(value.get("trust_host_memory")),
+        trust_host_memory=bool(trusts),
         min_bytes=_MIN_BYTES if min_bytes is None else min_bytes,
     )
     _check_path(parsed, value)
@@ -313,7 +315,7 @@ def parse_weights(value: object) -> Weights | None:
     return Weights(
         resident=parse_count("resident", value.get("resident", _RESIDENT)),
         host_memory=_parse_host_memory(value.get("host_memory"), "weights"),
-        trust_host_memory=_parse_trust(value.get("trust_host_memory"), "weights"),
+        trust_host_memory=bool(_checked("trust_host_memory", value, *_YES_OR_NO, "weights")),
     )
 
 
@@ -443,10 +445,20 @@ def _parse_to(value: object) -> str:
     )
 
 
-def _parse_path(value: object) -> str | None:
-    if value is None or (isinstance(value, str) and value.strip()):
+def _checked(
+    key: str, given: Mapping[str, Any], is_allowed: Callable[[Any], Any], allowed: str, of: str = "offload"
+) -> Any:
+    value = given.get(key)
+    if value is None or is_allowed(value):
         return value
-    raise PolicyError(f"path of offload is {as_written(value)}. Use the name of a directory.")
+    raise PolicyError(f"{key} of {of} is {as_written(value)}. Use {allowed}.")
+
+
+_YES_OR_NO = (lambda value: isinstance(value, bool), "true or false")
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _check_path(offload: Offload, value: Mapping[str, Any]) -> None:
@@ -461,25 +473,11 @@ def _check_path(offload: Offload, value: Mapping[str, Any]) -> None:
         )
 
 
-def _parse_fraction(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
-        return float(value)
-    raise PolicyError(f"fraction of offload is {as_written(value)}. Use a number above 0 and at most 1.")
-
-
 def _parse_host_memory(value: object, of: str = "offload") -> int | None:
     if isinstance(value, int) and not isinstance(value, bool) and value < _MIN_HOST_MEMORY:
         # A few bytes are an amount that lacks its unit.
         return parse_budget(value, key="host_memory").num_bytes
     return _parse_amount("host_memory", value, of)
-
-
-def _parse_trust(value: object, of: str = "offload") -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise PolicyError(f"trust_host_memory of {of} is {as_written(value)}. Use true or false.")
 
 
 def _parse_amount(key: str, value: object, of: str = "offload") -> int | None:

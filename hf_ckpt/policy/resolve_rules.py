@@ -54,16 +54,10 @@ class StackShape(Protocol):
 
 
 def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> Plan:
-    """Turn a policy into a plan for a model of this shape.
+    """Turn a policy into a plan for a model of this shape; messages name the class of the model.
 
-    Args:
-        policy: what the user wrote.
-        stacks: the shape of the model.
-        model_class: name of the model's class, for messages.
-
-    Raises:
-        PolicyError: a rule reaches nothing, reaches past the end, asks for a part that no layer has, or two rules
-            reach the same layer.
+    Raises `PolicyError` where a rule reaches nothing, reaches past the end or asks for a part that no layer has, and
+    where two rules reach the same layer.
     """
     chosen: list[dict[int, tuple[Rule, LayerPlan]]] = [{} for _ in stacks]
     for rule in policy.rules:
@@ -81,12 +75,19 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
             rule, [stacks[number].layers[idx] for number, layers in reached.items() for idx in layers], model_class
         )
         for number, indices in reached.items():
-            _choose(rule, stacks[number], indices, chosen[number])
+            stack, of_stack = stacks[number], chosen[number]
+            if taken := [idx for idx in indices if idx in of_stack]:
+                first = of_stack[taken[0]][0]
+                _raise_overlap(first, rule, stack.path, [idx for idx in taken if of_stack[idx][0] is first])
+            of_stack.update((idx, (rule, entry)) for idx, entry in _entries(rule, stack, indices))
     plans = []
     for stack, entries in zip(stacks, chosen, strict=True):
         layers = [entries[idx][1] if idx in entries else LayerPlan() for idx in range(len(stack.layers))]
         if policy.skip_frozen:
-            layers = [_unless_frozen(entry, layer) for entry, layer in zip(layers, stack.layers, strict=True)]
+            layers = [
+                LayerPlan(why="frozen", weights=each.weights) if each.recomputes and not layer.needs_gradient else each
+                for each, layer in zip(layers, stack.layers, strict=True)
+            ]
         plans.append(StackPlan(stack.path, tuple(layers)))
     return Plan(model_class, tuple(plans), policy.head)
 
@@ -114,21 +115,11 @@ def _stacks_of(rule: Rule, stacks: Sequence[StackShape], model_class: str) -> li
 
 
 def _reached(rule: Rule, stack: StackShape, model_class: str) -> list[int]:
-    """Return the `layer_idx` of `stack` that the rule reaches."""
     return [
         idx
         for idx in _indices(rule, len(stack.layers), model_class, stack.path)
         if idx % rule.every_n_layers == 0 and rule.layer_type in (None, stack.layers[idx].layer_type)
     ]
-
-
-def _choose(rule: Rule, stack: StackShape, reached: list[int], chosen: dict[int, tuple[Rule, LayerPlan]]) -> None:
-    """Enter `rule` for the layers of `stack` that it reaches."""
-    taken = [idx for idx in reached if idx in chosen]
-    if taken:
-        first = chosen[taken[0]][0]
-        _raise_overlap(first, rule, stack.path, [idx for idx in taken if chosen[idx][0] is first])
-    chosen.update((idx, (rule, entry)) for idx, entry in _entries(rule, stack, reached))
 
 
 def _indices(rule: Rule, num_layers: int, model_class: str, path: str) -> list[int]:
@@ -267,9 +258,3 @@ def _raise_overlap(first: Rule, second: Rule, path: str, both: list[int]) -> Non
         f'{layers} two modes: "{first.mode}" from {first.describe()} and "{second.mode}" from {second.describe()}. '
         "Give each layer one mode."
     )
-
-
-def _unless_frozen(entry: LayerPlan, layer: LayerShape) -> LayerPlan:
-    if layer.needs_gradient or not entry.recomputes:
-        return entry
-    return LayerPlan(why="frozen", weights=entry.weights)

@@ -36,16 +36,18 @@ def one_of_each_device(model: nn.Module) -> list[Tensor]:
 
 
 class Gradients:
-    """The gradients that are there. They are not kept alive, but for those that are copied.
+    """The gradients that are there. They are not kept alive, but for those that are copied."""
 
-    Args:
-        parameters: whose they are.
-        copied_bytes: those of up to so many bytes are copied.
-        are_zeros: somebody has set them to zeros, which can be brought back whatever their size. To see that they are
-            waits for the device. None of them may be lost.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], *, copied_bytes: int = 0, are_zeros: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        # Those of up to so many bytes are copied.
+        copied_bytes: int = 0,
+        # Somebody has set them to zeros, which can be brought back whatever their size. To see that they are waits for
+        # the device. None of them may be lost.
+        are_zeros: bool = False,
+    ) -> None:
         self._parameters = parameters
         self._are_zeros = are_zeros
         self._seen: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
@@ -54,7 +56,7 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if are_zeros and not gradient.any():
+            if are_zeros and gradient.layout is torch.strided and not gradient.any():
                 copied = gradient.new_zeros(()).expand_as(gradient)
             elif gradient.nbytes <= copied_bytes:
                 copied = gradient.detach().clone()
@@ -115,18 +117,15 @@ class TrainerCall:
 
     @property
     def inputs(self) -> Any:
-        """What a training step or a prediction step is given."""
         return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
 
     def with_inputs(self, inputs: Any) -> TrainerCall:
-        """Return the call of such a step with other inputs."""
         if "inputs" in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "inputs": inputs})
         return replace(self, args=(self.args[0], inputs, *self.args[2:]))
 
 
 def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors among the inputs of a step, by name."""
     if isinstance(inputs, Mapping):
         yield from ((str(name), value) for name, value in inputs.items() if isinstance(value, Tensor))
 
@@ -176,30 +175,24 @@ class Window:
     """The micro-batches of one optimizer step that have begun, or one closure, and what brings back their beginnings.
 
     Raises nothing: `fault` says why the window cannot be undone, if so.
-
-    Args:
-        model: that is trained.
-        owners: see `AttributeSnapshots`.
-        optimizer: which may step weights that are not the model's.
-        are_zeros: see `Gradients`. The Trainer has set the model's to None, which costs nothing here, or to zeros.
-        are_sent: whether DistributedDataParallel sends buffers and gradients: only the last micro-batch may run again.
-            Else they all do, so that those before one give what it begins with.
-
-    Attributes:
-        begun: the micro-batches.
-        proof: holds a replay against what ran before; None between steps.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        # See `AttributeSnapshots`.
         owners: Sequence[tuple[str, object]],
+        # It may step weights that are not the model's.
         optimizer: Any = None,
         *,
+        # See `Gradients`. The Trainer has set the model's to None, which costs nothing here, or to zeros.
         are_zeros: bool = False,
+        # DistributedDataParallel sends buffers and gradients: only the last micro-batch may run again. Else they all
+        # do, so that those before one give what it begins with.
         are_sent: bool = False,
     ) -> None:
         self.begun: list[Beginning] = []
+        # Holds a replay against what ran before; None between steps.
         self.proof: ReplayProof | None = None
         self._model = model
         self._optimizer = optimizer
@@ -212,7 +205,6 @@ class Window:
         self._stepped: list[int] = []
 
     def clear(self, proof: ReplayProof | None = None) -> None:
-        """A step begins, with its proof, or has ended."""
         self.begun.clear()
         self.proof = proof
 

@@ -36,6 +36,7 @@ from hf_ckpt.recovery.saved_values import (
     SavedBuffers,
     kinds_of,
 )
+from hf_ckpt.structure.stored import Missing
 from hf_ckpt.upstream.peft import CONSTANT_IN_RUN
 from hf_ckpt.upstream.transformers import FUNCTION, IS_INITIALIZED
 
@@ -71,7 +72,7 @@ class Attributes:
     def without_large_tensors(self) -> Attributes:
         """Return the same, but for large tensors that modules hold: they are left as they are."""
         noted = [
-            (alike, [tuple(_LEFT if _is_large(each) else each for each in note) for note in notes])
+            (alike, [tuple(Missing if _is_large(each) else each for each in note) for note in notes])
             if alike.is_of_modules and any(map(_is_large, chain.from_iterable(notes)))
             else (alike, notes)
             for alike, notes in self._noted
@@ -111,12 +112,8 @@ class Attributes:
 class AttributeSnapshots:
     """Notes what objects hold, again and again.
 
-    Args:
-        owners: by the name that messages give them; each is looked into, of whatever class it is.
-        buffers: how those of modules are noted, `BUFFERS` or `SENT_BUFFERS`; None leaves them out.
-
-    Attributes:
-        parameters: those that are held outside of modules.
+    Each owner is looked into, of whatever class it is; messages give it the name that comes with it. `buffers` says how
+    those of modules are noted, `BUFFERS` or `SENT_BUFFERS`; None leaves them out.
     """
 
     def __init__(self, *owners: tuple[str, object], buffers: Kind | None = None) -> None:
@@ -157,6 +154,7 @@ class AttributeSnapshots:
         self._last = {id(held): note for each in before for held, note in zip(each.values, each.notes, strict=True)}
         self._seen: dict[int, object] = {}
         self._unknown: list[str] = []
+        # Those that are held outside of modules.
         self.parameters: list[nn.Parameter] = []
         roots = self._look_into(self._owners)
         num_roots = -1
@@ -275,9 +273,6 @@ def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
 
 # --- Modules. ---
 
-# In place of a tensor that is not brought back.
-_LEFT = object()
-
 
 class _Modules:
     """Modules with all those inside: which there are, and their attributes but for `_STANDARD`, a plan's and functions.
@@ -366,7 +361,7 @@ class _Modules:
 
 
 def _put_attributes_back(names: Sequence[str], attributes: dict[str, Any], found: Sequence[Any]) -> None:
-    attributes.update((name, value) for name, value in zip(names, found, strict=True) if value is not _LEFT)
+    attributes.update((name, value) for name, value in zip(names, found, strict=True) if value is not Missing)
 
 
 def _own_names(attributes: dict[str, Any], names: Iterable[str], package: str = "") -> list[str]:

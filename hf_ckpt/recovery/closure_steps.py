@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recovery.accumulation_window import Window, describe_inputs, nested_named_tensors
 from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
-from hf_ckpt.recovery.ladder import Ladder, Room, Rung, Size
-from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.ladder import Ladder, Room, Size
 from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.structure.layers import is_sharded
@@ -38,34 +38,26 @@ _TO_DO = (
 
 
 class ClosureSteps:
-    """Runs the steps of one loop.
-
-    Args:
-        model: that the closures train.
-        applied: the plan that is in force on it, by one handle for all plans.
-        planning: with policy `auto` it knows leaner plans.
-        change_plan: puts another plan in force.
-        is_exact: forbid plans that add sums in another order.
-        quiet_steps: see `Ladder`.
-    """
+    """Runs the steps of one loop."""
 
     def __init__(
         self,
         model: nn.Module,
+        # The plan that is in force on it, by one handle for all plans.
         applied: Applied,
+        # With policy `auto` it knows leaner plans.
         planning: Planning,
         change_plan: Callable[[Plan], None],
         *,
+        # Forbid plans that add sums in another order.
         is_exact: bool,
+        # See `Ladder`.
         quiet_steps: int,
     ) -> None:
-        self._applied = applied
         planner: Any = planning if planning.changes_plans else None
-        self._planning = planner
-        self._change_plan = change_plan
-        self._is_exact = is_exact
         ladder = Ladder(applied.plan, quiet_steps, Room(planner, DevicePeak(next(model.parameters()).device)))
-        self._escalation = Escalation(ladder, self._next_rung, self._stand_on_rung)
+        next_rung = partial(rung_after, applied=applied, model=model, planning=planner, is_exact=is_exact)
+        self._escalation = Escalation(ladder, next_rung, lambda rung: change_plan(rung.plan))
         why = _why_not(model)
         self._is_undone = why is None
         if why is None:
@@ -78,23 +70,10 @@ class ClosureSteps:
 
     @property
     def num_recovered(self) -> int:
-        """How many steps went on after they had run out of memory."""
         return self._escalation.num_recovered
 
-    def _next_rung(self, plan: Plan, failure: Failure, rerun: int) -> Rung | None:
-        given = plan, failure, self._applied, self._model, self._planning
-        return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
-
-    def _stand_on_rung(self, rung: Rung) -> None:
-        self._change_plan(rung.plan)
-
     def run(self, closure: Callable[[], Any], batch: Any, undo: Sequence[object]) -> Any:
-        """Return what a closure returns, under a leaner plan where need be. See `AppliedInLoop.step`.
-
-        Raises:
-            OutOfMemoryError: there is no leaner plan, or the closure cannot be undone.
-            PlanMismatchError: what ran again was not the same computation.
-        """
+        """See `AppliedInLoop.step`."""
         if not self._is_undone:
             return closure()
         escalation, ladder = self._escalation, self._escalation.ladder

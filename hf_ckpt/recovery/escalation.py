@@ -53,19 +53,15 @@ class Failed:
 
 @dataclass(eq=False)
 class Escalation:
-    """Puts leaner plans in force.
-
-    Attributes:
-        ladder: what plans there are.
-        num_recovered: steps that went on after they had run out of memory.
-        num_switches: how often another plan was put in force.
-    """
+    """Puts leaner plans in force."""
 
     ladder: Ladder
-    # Returns the rung after a plan that failed, for a rerun of the step with this number, from 1.
-    _next_rung: Callable[[Plan, Failure, int], Rung | None]
+    # Returns the rung after a plan, of a failure, for a rerun of the step with this number, from 1 (`rung_after`).
+    _next_rung: Callable[..., Rung | None]
     _put_in_force: Callable[[Rung], None]
+    # Steps that went on after they had run out of memory.
     num_recovered: int = 0
+    # How often another plan was put in force.
     num_switches: int = 0
     _num_reruns: int = 0
     _oldest: threading.local = field(default_factory=threading.local)
@@ -100,12 +96,9 @@ class Escalation:
     def recover(
         self, failed: Failed, fault: Callable[[], str | None], run_again: Callable[[], tuple[Any, Failed | None]]
     ) -> Any:
-        """Run a step again until it passes, and return what it returns then.
+        """Run a step again until it passes, and return what it returns then, or raise `OutOfMemoryError`.
 
         `fault` returns why it cannot be undone, or None; `run_again` undoes it and runs it.
-
-        Raises:
-            OutOfMemoryError: there is no leaner plan, or the step cannot be undone.
         """
         # Of its micro-batches several may fail, one after the other: their reruns count together.
         last: Failed | None = failed
@@ -137,7 +130,7 @@ class Escalation:
         # A later micro-batch of the step may stand on a rung that another one has skipped: the leanest is the last.
         if not self.ladder.fail(
             failed.size,
-            lambda plan: self._next_rung(plan, failure, rerun),
+            lambda plan: self._next_rung(plan, failure, rerun=rerun),
             to_leanest=rerun >= MOST_RERUNS,
             # What the host had no room for says nothing about the device.
             batch=None if failure.is_of_host else failed.batch,

@@ -13,15 +13,11 @@ from torch import Tensor
 
 from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.accumulation_window import (
-    TrainerCall,
-    describe_inputs,
-    named_tensors,
-    one_of_each_device,
-)
+from hf_ckpt.recovery.accumulation_window import TrainerCall, describe_inputs, named_tensors, one_of_each_device
 from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.structure.stored import replaced
 from hf_ckpt.upstream.transformers import LOSS_SHIFTS
 
 logger = logging.getLogger(__name__)
@@ -46,11 +42,7 @@ class EvaluationRecovery:
         self._is_gathering = False
 
     def run(self, call: TrainerCall) -> Any:
-        """Run a batch, and halves of it where memory runs out.
-
-        Raises:
-            OutOfMemoryError: not even one row fits, or what the step returns cannot be put together.
-        """
+        """Run a batch, and halves of it where memory runs out, or raise `OutOfMemoryError`."""
         self._gathered, self._is_gathering = [], False
         returned, failure = self._try(call)
         if failure is not None:
@@ -111,7 +103,7 @@ class EvaluationRecovery:
             yield
             return
         known = iter(list(self._gathered))
-        gather, found = accelerator.gather, vars(accelerator).get("gather")
+        gather = accelerator.gather
 
         def gathered(tensor: Any) -> Any:
             value = next(known, None)
@@ -123,13 +115,8 @@ class EvaluationRecovery:
                 self._gathered.append(value)
             return value
 
-        accelerator.gather = gathered
-        try:
+        with replaced(accelerator, "gather", gathered):
             yield
-        finally:
-            del accelerator.gather
-            if found is not None:
-                accelerator.gather = found
 
     def _num_counted(self, inputs: Any) -> float:
         """Return how many labels the loss of some rows is the mean of, as far as labels tell."""

@@ -29,6 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import TrainerCall, describe_inputs, named_tensors
 from hf_ckpt.recovery.out_of_memory import attempt
+from hf_ckpt.structure.stored import replaced
 from hf_ckpt.trainer.saved_files import checkpoint_folder, output_folder, write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import counted
@@ -208,11 +209,8 @@ class CleanEnd:
         half.mkdir(parents=True, exist_ok=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
         # transformers from 5.2x on writes in process 0 only.
-        model.should_save_on_this_rank = lambda is_main_process: is_main_process
-        try:
+        with replaced(model, "should_save_on_this_rank", lambda is_main_process: is_main_process):
             model.save_pretrained(half)
-        finally:
-            del model.should_save_on_this_rank
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(half)
         torch.save(trainer.args, half / "training_args.bin")

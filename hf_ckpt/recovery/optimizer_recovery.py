@@ -64,11 +64,7 @@ class OptimizerSteps:
         self._part_bytes: int | None = None
 
     def run(self, call: TrainerCall) -> Any:
-        """Run a step, in parts if need be.
-
-        Raises:
-            OutOfMemoryError: says whether weights have been written to, and which checkpoint is the last good one.
-        """
+        """Run a step, in parts if need be, or raise `OutOfMemoryError`: says whether weights have been written to."""
         groups: list[Group] = self._optimizer.param_groups
         whole = [(group, weight) for group in groups for weight in group["params"] if weight.grad is not None]
         if call.args or call.kwargs or not whole or not self._is_known(groups):

@@ -15,7 +15,6 @@ from transformers import Trainer, TrainingArguments
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import OutOfMemoryError, PolicyError
 from hf_ckpt.patch.instance_methods import method_before, run_all, set_method, take_off
-from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recovery.accumulation_window import TrainerCall
@@ -24,7 +23,6 @@ from hf_ckpt.recovery.evaluation import EvaluationRecovery
 from hf_ckpt.recovery.failed_run import CleanEnd, EndingPart, newest_checkpoint
 from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
-from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.training_step import DataParallel, TrainingSteps
 from hf_ckpt.trainer.part import ChangePlan, Part, Planning
 from hf_ckpt.trainer.training_run import TrainingRun
@@ -46,11 +44,7 @@ _GENERATING = ("GRPOTrainer", "RLOOTrainer")
 
 
 def check_asked(args: TrainingArguments) -> None:
-    """Refuse to recover next to another recovery.
-
-    Raises:
-        PolicyError: `auto_find_batch_size` is on.
-    """
+    """Refuse to recover next to another recovery: `auto_find_batch_size`."""
     if args.auto_find_batch_size:
         raise PolicyError(
             'on_oom="escalate" was asked for, but auto_find_batch_size answers the same errors: it starts over with '
@@ -100,17 +94,7 @@ def _has_own(trainer: Any, name: str) -> bool:
 
 
 class Recovery(Part):
-    """Runs the steps of a Trainer so that they go on after they have run out of memory.
-
-    Args:
-        trainer: that trains.
-        run: what is in force.
-        change_plan: puts another plan in force.
-        planning: of policy `auto`, which knows leaner plans.
-        is_exact: forbid plans that add sums in another order.
-        quiet_steps: see `Ladder`.
-        why_not: no step is run again, but what ends the run ends all of its processes.
-    """
+    """Runs the steps of a Trainer so that they go on after they have run out of memory."""
 
     changes_plans = is_alone = True
 
@@ -121,30 +105,34 @@ class Recovery(Part):
         change_plan: ChangePlan,
         planning: RunPlanner | None,
         *,
+        # Forbid plans that add sums in another order.
         is_exact: bool,
+        # See `Ladder`.
         quiet_steps: int,
+        # No step is run again, but what ends the run ends all of its processes.
         why_not: str | None,
     ) -> None:
         self._trainer = trainer
         self._run = run
         self._change_plan = change_plan
-        self._planning = planning
-        self._is_exact = is_exact
-        self._quiet_steps = quiet_steps
-        self._call = train_call()
-        self._room = Room(self._planning, run.peak)
-        ladder = Ladder(run.applied.plan, self._quiet_steps, self._room)
-        self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
+        self._new_ladder = partial(Ladder, quiet_steps=quiet_steps, room=Room(planning, run.peak))
+        # Where micro-batches run under several plans, all have to give the same bits.
+        is_exact |= store.num_processes() > 1
+        self._escalation = Escalation(
+            self._new_ladder(run.applied.plan),
+            lambda plan, failure, rerun: rung_after(
+                *(plan, failure, run.applied, run.model, planning), is_exact=is_exact, rerun=rerun
+            ),
+            self._put_in_force,
+        )
         # Whether each process has the whole model and the optimizer's whole state.
         is_whole = isinstance(getattr(trainer, "model_wrapped", None), DistributedDataParallel)
         self._end: CleanEnd | None = None
         data_parallel = None
         if store.num_processes() > 1:
-            # Where micro-batches run under several plans, all have to give the same bits.
-            self._is_exact = True
             self._end = CleanEnd(trainer, run, self.save, is_whole=is_whole)
             data_parallel = DataParallel(trainer.model_wrapped) if why_not is None else None
-        self._steps = TrainingSteps(trainer, run.model, self._escalation, self._planning, (run.clock,), data_parallel)
+        self._steps = TrainingSteps(trainer, run.model, self._escalation, planning, (run.clock,), data_parallel)
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = EvaluationRecovery(trainer)
         ends = partial(EndingPart, trainer)
@@ -183,7 +171,7 @@ class Recovery(Part):
     def is_over(self) -> bool:
         """Whether the call of `train()` that this belongs to has ended, in an error of somebody else's."""
         is_ours = bool(self._undos) and not self._run.is_removed
-        return not is_ours or self._call.is_over()
+        return not is_ours or self._run.call.is_over()
 
     def __reduce__(self) -> tuple[Callable[[], Recovery], tuple[()]]:
         # A copy of the model leads here by its hooks, and one of the Trainer by its methods: that one runs them alone.
@@ -226,7 +214,7 @@ class Recovery(Part):
 
     def change_plan(self, plan: Plan) -> None:
         """Policy `auto` has put another plan in force, for batches that are larger than before."""
-        self._escalation.ladder = Ladder(plan, self._quiet_steps, self._room)
+        self._escalation.ladder = self._new_ladder(plan)
         self._escalation.num_switches += 1
 
     def figures(self) -> dict[str, float]:
@@ -235,10 +223,6 @@ class Recovery(Part):
         return {"ckpt/oom_recovered": num_recovered, "ckpt/plan_switches": self._escalation.num_switches}
 
     # --- Plans. ---
-
-    def _next_rung(self, plan: Plan, failure: Failure, rerun: int) -> Rung | None:
-        given = plan, failure, self._run.applied, self._run.model, self._planning
-        return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
 
     def _put_in_force(self, rung: Rung) -> None:
         self._change_plan(self, rung.plan)

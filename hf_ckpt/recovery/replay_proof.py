@@ -60,7 +60,6 @@ class ReplayProof:
     _allowed: float = 0.0
 
     def begin_replay(self, first: int = 0) -> None:
-        """The window runs again, from this micro-batch on."""
         self._num_begun = first
         # Those before it stay as they are.
         self._num_losses = len(self._noted[first - 1].losses) if first else 0
@@ -73,7 +72,6 @@ class ReplayProof:
             self._refuse(f"begins with gradients of the attempt before it ({', '.join(gradients[:4])})")
 
     def begin_micro_batch(self, inputs: Iterable[tuple[str, Tensor]], plan: Plan) -> None:
-        """A micro-batch begins, for the first time or again."""
         self._check_whole()
         with unobserved():
             found = [(name, checksum(tensor)) for name, tensor in inputs if is_plain(tensor)]

@@ -85,16 +85,13 @@ class DataParallel:
 
     @property
     def syncs(self) -> bool:
-        """Whether the next backward sends gradients."""
         return bool(self._wrapper.require_backward_grad_sync)
 
     def begin_micro_batch(self) -> None:
-        """A micro-batch begins that was not there before."""
         self._begun_before.append(self._num_begun)
         self._gradients = Gradients(self._trainable)
 
     def begin_again(self, *, syncs: bool) -> None:
-        """A micro-batch begins again."""
         self._wrapper.require_backward_grad_sync = syncs
         self._gradients = Gradients(self._trainable)
 
@@ -196,12 +193,7 @@ class TrainingSteps:
         self._escalation.ladder.end_step()
 
     def run(self, call: TrainerCall) -> Any:
-        """Run a micro-batch, and the whole window again for as long as memory runs out and there is a leaner plan.
-
-        Raises:
-            OutOfMemoryError: there is none, or the window cannot be undone.
-            PlanMismatchError: what ran again was not the same computation.
-        """
+        """Run a micro-batch, and the whole window again for as long as memory runs out and there is a leaner plan."""
         escalation = self._escalation
         if self._window.proof is None:
             # Somebody runs a step by hand.
@@ -282,7 +274,6 @@ class TrainingSteps:
         return None if self._data_parallel is None else self._data_parallel.fault(self._window)
 
     def _replay(self, proof: ReplayProof) -> tuple[Any, Failed | None]:
-        """Run the window's micro-batches again, or the last one, until one fails."""
         gradient_state, others = self._trainer.accelerator.gradient_state, self._data_parallel
         syncs = gradient_state.sync_gradients
         first = 0 if others is None else others.begin_replay()

@@ -26,6 +26,7 @@ _ROLE_WORDS = {
     "encoder": frozenset({"encoder"}),
     "decoder": frozenset({"decoder"}),
 }
+_BEHIND_LAYERS = frozenset({"head", "norm", "score", "classifier"})
 _INPUT_ROLES = {"pixel_values": "vision", "input_features": "audio", "input_values": "audio"}
 
 
@@ -120,7 +121,11 @@ def find_layers(
         if name is not None and not isinstance(name, str):
             raise StructureError(f"{part} is {name!r}. Use the name that each layer has for its {part}.")
     finder = PartFinder(parameter_shapes(model), names)
-    lists = _named_lists(model, layers) if layers is not None else _found_lists(model, finder)
+    if layers is not None:
+        lists = _named_lists(model, layers)
+    else:
+        # The outermost lists of layers; where there are none, of anything that mixes positions.
+        lists = list(_outermost_lists(model, finder.is_layer)) or list(_outermost_lists(model, finder.mixes_positions))
     if not lists:
         raise StructureError(
             f"No decoder layers were found in {type(model).__name__}. {_seen(model)} "
@@ -267,11 +272,6 @@ def _module_lists(model: nn.Module) -> Iterator[_NamedList]:
             yield path, modules
 
 
-def _found_lists(model: nn.Module, finder: PartFinder) -> list[_NamedList]:
-    """Return the outermost lists of layers; where there are none, of anything that mixes positions."""
-    return list(_outermost_lists(model, finder.is_layer)) or list(_outermost_lists(model, finder.mixes_positions))
-
-
 def _outermost_lists(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Iterator[_NamedList]:
     inside: set[nn.Module] = set()
     for path, modules in _module_lists(model):
@@ -346,7 +346,9 @@ def _trains_before(model: nn.Module, path: str, roles: frozenset[str]) -> bool:
     start = _tower(path, roles)
     for name, module in model.named_modules():
         inside = not start or is_at_or_below(name, start)
-        if not inside or is_at_or_below(name, path) or _runs_after(clean_path(model, name)):
+        bare = clean_path(model, name)
+        runs_after = "lm_head" in bare or not _BEHIND_LAYERS.isdisjoint(words_of(bare.rpartition(".")[2]))
+        if not inside or is_at_or_below(name, path) or runs_after:
             continue
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             return True
@@ -362,13 +364,6 @@ def _tower(path: str, roles: frozenset[str]) -> str:
                 if _ROLE_WORDS[role].intersection(words_of(name)):
                     return ".".join(names[:length])
     return ""
-
-
-def _runs_after(name: str) -> bool:
-    return (
-        bool({"head", "norm", "score", "classifier"}.intersection(words_of(name.rpartition(".")[2])))
-        or "lm_head" in name
-    )
 
 
 def _check_named_parts(stacks: Sequence[Stack], names: dict[str, str | None], finder: PartFinder) -> None:

@@ -71,7 +71,9 @@ def find_head(model: nn.Module) -> Head:
 
 def governed_by_other(model: nn.Module) -> str | None:
     """Return the library that computes head and loss of a model together, such as `liger_kernel`; None without one."""
-    for module in _around_head(model):
+    _, head = next(_output_embeddings(model), (None, None))
+    # Around the head, from the outside; the model alone where it has no head.
+    for module in modules_down_to(model, path_of(model, head) or "")[:-1] or [model]:
         for name in _origins(module.__dict__.get("forward", type(module).forward)):
             if (library := name.partition(".")[0]) in _FUSING:
                 return library
@@ -96,12 +98,6 @@ def _output_embeddings(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
             head: Any = module.get_output_embeddings()  # type: ignore[operator]  # a method, not a submodule
             if isinstance(head, nn.Module):
                 yield module, head
-
-
-def _around_head(model: nn.Module) -> list[nn.Module]:
-    """Return the modules around the head, from the outside; the model alone where it has no head."""
-    _, head = next(_output_embeddings(model), (None, None))
-    return modules_down_to(model, path_of(model, head) or "")[:-1] or [model]
 
 
 def _origins(function: Any) -> Iterator[str]:

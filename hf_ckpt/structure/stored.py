@@ -35,7 +35,6 @@ class ByModel(Generic[Noted]):
         self._noted: WeakKeyDictionary[nn.Module, Noted] = WeakKeyDictionary()
 
     def note(self, model: nn.Module, what: Noted) -> None:
-        """Note something of a model, in place of what there was."""
         self._noted[model] = what
 
     def of(self, model: nn.Module) -> Noted | None:

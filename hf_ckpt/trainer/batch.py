@@ -43,7 +43,6 @@ class InputTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     def holds(self, other: InputTensor) -> bool:
@@ -56,11 +55,9 @@ class InputTensor:
         )
 
     def describe(self) -> str:
-        """Return name and shape, such as `pixel_values [2, 3, 336, 336]`."""
         return f"{self.name} {[*self.shape]}"
 
     def to_json(self) -> list[Any]:
-        """Return it as JSON holds it; see `from_json`."""
         values = None if self.values is None else base64.b64encode(self.values).decode()
         return [self.name, [*self.shape], str(self.dtype).removeprefix("torch."), values, [*self.sizes]]
 
@@ -146,7 +143,6 @@ class Batch:
         return {*self.more, *of_text, *(tensor.name for tensor in self.tensors)}
 
     def to_json(self) -> list[Any]:
-        """Return it as JSON holds it; see `from_json`."""
         sizes = [self.rows, self.length, self.is_padded, self.is_packed, [*self.more]]
         return [*sizes, [each.to_json() for each in self.tensors], [*self.settings]]
 
@@ -164,7 +160,6 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors; 0 of text."""
         return sum(each.num_bytes for each in self.tensors)
 
     def describe(self) -> str:

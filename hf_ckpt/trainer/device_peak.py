@@ -10,11 +10,7 @@ from hf_ckpt.units import format_bytes
 
 
 class DevicePeak:
-    """The highest memory of a device since this was made.
-
-    Args:
-        place: where the model is.
-    """
+    """The highest memory of a device since this was made."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
@@ -28,7 +24,6 @@ class DevicePeak:
         return None if now is None else max(now, self._highest_before_window)
 
     def begin_window(self) -> None:
-        """Let the count begin anew for `in_window`."""
         if self._cuda is not None:
             self._highest_before_window = max(self._highest_before_window, self._cuda.memory(self._place).peak)
             self._cuda.reset_peak(self._place)

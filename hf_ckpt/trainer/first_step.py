@@ -102,7 +102,6 @@ class FirstStep:
         self._start_counts()
 
     def start(self) -> None:
-        """Place the hooks."""
         for parameter in {p for _, p in self._trainable() if not self._ends_with_backward}:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated.add))  # type: ignore[no-untyped-call]
         for number, (_, layer, entry) in enumerate(self._layers):
@@ -133,7 +132,6 @@ class FirstStep:
             self.start()
 
     def stop(self) -> None:
-        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -40,7 +40,6 @@ class Messages:
             self._show(prediction)
 
     def change_plan(self, plan: Plan, prediction: str) -> None:
-        """Say that another plan is in force, for larger batches."""
         self._log("Another plan is in force from here on, for larger batches.\n%s", plan.summary())
         self._show(f"planned again, for larger batches: {plan.describe()}; {prediction}")
 

@@ -44,7 +44,6 @@ class OtherModel:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(each.nbytes for each in self.tensors)
 
     @property
@@ -54,7 +53,6 @@ class OtherModel:
 
     @property
     def kind(self) -> str:
-        """What it is, in a word."""
         return "tensors" if self.module is None else type(self.module).__name__
 
 
@@ -86,7 +84,6 @@ def trained_beside(code: Any) -> list[tuple[str, nn.Module | Tensor]]:
 
 
 def weights_and_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()
 

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def load(name: str, asked: str) -> Any:
-    """Return a module of another house of the package, which `asked` asks for, by its name below `hf_ckpt`.
-
-    Raises:
-        UnsupportedError: that house is not installed.
-    """
+    """Return a module of another house of the package, which `asked` asks for, by its name below `hf_ckpt`."""
     try:
         return importlib.import_module(f"hf_ckpt.{name}")
     except ModuleNotFoundError as error:
@@ -94,7 +90,6 @@ class ProvenPlans:
         self._plans: list[Plan] = []
 
     def note(self, plan: Plan) -> None:
-        """A step has run under a plan."""
         if plan not in self._plans:
             self._plans.append(plan)
 
@@ -104,18 +99,14 @@ class ProvenPlans:
 
 
 class Planning(Part):
-    """What is known of the batches of a run, and of what its steps need: with a given policy nothing but lengths.
+    """What is known of the batches of a run, and of what its steps need: with a given policy nothing but lengths."""
 
-    Attributes:
-        batch: the largest one that was planned for.
-        predicted_bytes: the highest predicted peak of the steps so far; 0 before one is predicted.
-    """
-
+    # The largest one that was planned for.
     batch: Batch | None = None
+    # The highest predicted peak of the steps so far; 0 before one is predicted.
     predicted_bytes: int = 0
 
     def describe(self) -> str | None:
-        """Return what the plan is predicted to need, in words."""
         return None
 
     def longest_batch(self, num_rows: int, dataloader: Any) -> Batch | None:
@@ -126,17 +117,13 @@ class Planning(Part):
 
 
 class PolicySource:
-    """Where the plan of each run comes from: here it is resolved from what the user gave.
-
-    Args:
-        policy: the user's; None where that depends on the run.
-    """
+    """Where the plan of each run comes from: here it is resolved from what the user gave."""
 
     def __init__(self, policy: Policy | Plan | None) -> None:
+        # None where it depends on the run.
         self.policy = policy
 
     def describe(self) -> str:
-        """Return the policy in words."""
         if isinstance(self.policy, Plan):
             return f"a plan for {self.policy.model_class}"
         assert self.policy is not None, "what has none describes itself"

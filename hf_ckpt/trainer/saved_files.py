@@ -327,20 +327,15 @@ class SaveWatch:
     """
 
     def __init__(self, trainer: Any, note: Callable[[Path], None]) -> None:
-        self._note = note
+        self.note = note
         self._undos: list[Callable[[], None]] = []
         if hasattr(trainer, SAVE_MODEL):
             ours = set_method(trainer, SAVE_MODEL, partial(_save_model, self, trainer))
             self._undos.append(partial(take_off, trainer, SAVE_MODEL, ours))
 
     def remove(self) -> None:
-        """Take the method off; a second call does nothing."""
         while self._undos:
             self._undos.pop()()
-
-    def saved(self, folder: Path) -> None:
-        """A model was saved for a checkpoint."""
-        self._note(folder)
 
     def __reduce__(self) -> tuple[type[SaveWatch], tuple[None, Callable[[Path], None]]]:
         # A copy of the model leads here by what its removal undoes, and no copy has a Trainer.
@@ -363,5 +358,5 @@ def _save_model(
     folder = None if output_dir is None else Path(output_dir).absolute()
     returned = save(output_dir, _internal_call=_internal_call, **options)
     if _internal_call and folder is not None:
-        watch.saved(folder)
+        watch.note(folder)
     return returned

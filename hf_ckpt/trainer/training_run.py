@@ -46,7 +46,7 @@ class TrainingRun:
         policy: Policy | Plan,
         structure: dict[str, Any],
         prove: Prove,
-        watch: watchdog.Watchdog | watchdog.NoWatchdog,
+        watch: watchdog.Watchdog | None,
     ) -> None:
         self.model = model
         self.is_reported = False
@@ -83,7 +83,8 @@ class TrainingRun:
 
     def report_error(self, error: BaseException) -> None:
         """Let the other processes know that this one stops, and why."""
-        self.watch.fail(str(error))
+        if self.watch is not None:
+            self.watch.fail(str(error))
 
     def _note_removal(self) -> None:
         self.is_removed = True
@@ -148,9 +149,7 @@ def _describe(policy: Policy | Plan, structure: dict[str, Any]) -> str:
 class CacheOff(Part):
     """The key/value cache, off in steps and as the user has it between them.
 
-    Args:
-        run: whose model it is.
-        of_trainer: what the Trainer would set `use_cache` to.
+    `of_trainer` is what the Trainer would set `use_cache` to.
     """
 
     def __init__(self, run: TrainingRun, *, of_trainer: bool) -> None:
@@ -185,9 +184,7 @@ class CacheOff(Part):
 class Regions(Part):
     """What regions find in their backwards, and what they need to know of the step.
 
-    Args:
-        run: what is in force.
-        is_told_before_update: whether `faults_of_step` is asked while the weights are still those of before.
+    `is_told_before_update`: whether `faults_of_step` is asked while the weights are still those of before.
     """
 
     def __init__(self, run: TrainingRun, *, is_told_before_update: bool) -> None:
@@ -196,14 +193,9 @@ class Regions(Part):
         self._states: tuple[Applied, list[ModuleState]] | None = None
 
     def begin_step(self) -> None:
-        """See that the plan is in force.
-
-        Raises:
-            PlanMismatchError: it cannot be brought back.
-            UnsupportedError: as `faults_of_step`, where nobody asked in the last step.
-        """
         applied = self._run.applied
         applied.assert_in_force()
+        # Where nobody asked in the last step.
         applied.pending_errors.read()
         if self._is_told_before_update:
             applied.pending_errors.hold()
@@ -211,11 +203,7 @@ class Regions(Part):
             offloader.begin_step()
 
     def faults_of_step(self) -> Iterable[str]:
-        """Wait for the device, and raise what regions have found.
-
-        Raises:
-            UnsupportedError: a region was recomputed with other weights or buffers than its forward ran with.
-        """
+        """Wait for the device, and raise what regions have found: other weights or buffers than in the forward."""
         self._run.applied.pending_errors.read()
         return ()
 
@@ -231,13 +219,7 @@ class Regions(Part):
 
 
 class StepProof(Part):
-    """Holds the first step against its plan, and what steps recompute against what their forwards gave.
-
-    Args:
-        run: what is in force.
-        is_proven: whether recomputed values are proven at all.
-        is_compiled: whether the Trainer compiles the model.
-    """
+    """Holds the first step against its plan, and what steps recompute against what their forwards gave."""
 
     def __init__(self, run: TrainingRun, *, is_proven: bool, is_compiled: bool) -> None:
         self._run = run
@@ -302,11 +284,7 @@ def _first_of(paths: Sequence[str]) -> tuple[str, str]:
 
 
 class BatchLengths(Part):
-    """Tells what offloads, before each forward, how long the batch is and how long the longest one will be.
-
-    Args:
-        longest: the largest batch that can come; nothing is told where that is not known.
-    """
+    """Tells what offloads, before each forward, how long the batch is, and the longest one if that is known."""
 
     def __init__(self, longest: Batch | None) -> None:
         self._longest = longest

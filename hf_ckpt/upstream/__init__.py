@@ -121,7 +121,6 @@ class Feature:
         return name
 
     def error(self, name: str | None = None) -> UnsupportedError:
-        """Return the error for who asks for the feature."""
         return UnsupportedError(self.message(name or self.gone or "a name"))
 
     def message(self, name: str) -> str:

@@ -522,7 +522,6 @@ def flattened_modules(flat: Any) -> list[nn.Module]:
 
 @_FSDP1
 def local_shard(flat: Any) -> torch.Tensor:
-    """Return this rank's share of a flat parameter."""
     found: torch.Tensor = getattr(flat, "_local_shard", flat)
     return found
 
@@ -566,7 +565,6 @@ def shard_of(parameter: Any) -> torch.Tensor:
 
 @_FSDP2
 def owner_of(parameter: Any) -> nn.Module:
-    """Return the module that holds such a parameter."""
     found: nn.Module = parameter._module_info.module
     return found
 
@@ -621,7 +619,6 @@ with _feature(
 
 @_SHARED
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor."""
     found: torch.Tensor = tensor._local_tensor
     return found
 

@@ -148,7 +148,7 @@ def test_budget_is_kept_and_losses_are_those_without_a_plan(tmp_path: Path, name
     run, callback = run_of(tmp_path, made, **long)
     plain = follow_trainer(run).peak_bytes
     assert callback._planning is not None
-    least = callback._planning._simulator(callback._planning.batch).simulate("full").peak_bytes
+    least = callback._planning.simulator(callback._planning.batch).simulate("full").peak_bytes
     budget = (least + plain) // 2
     run, callback = run_of(tmp_path, made, f"{budget}B", **long)
     assert follow_trainer(run).peak_bytes <= budget < 0.97 * plain

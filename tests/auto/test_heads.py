@@ -117,7 +117,7 @@ def run_of(kind: Kind, folder: Path, budget: str | None, length: int) -> tuple[T
 def predicted(callback: HFCkptCallback, mode: str | None = None) -> int:
     planning = callback._planning
     assert planning is not None
-    return planning.predicted_bytes if mode is None else planning._simulator(planning.batch).simulate(mode).peak_bytes
+    return planning.predicted_bytes if mode is None else planning.simulator(planning.batch).simulate(mode).peak_bytes
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -251,7 +251,7 @@ def _said(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def peak(callback: HFCkptCallback, mode: str) -> int:
     """Return the predicted peak of the largest batch."""
     planning = planned(callback)
-    return int(planning._simulator(planning.batch).simulate(mode).peak_bytes)
+    return int(planning.simulator(planning.batch).simulate(mode).peak_bytes)
 
 
 @pytest.mark.parametrize("name", KINDS)

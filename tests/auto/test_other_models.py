@@ -108,7 +108,7 @@ def run_of(
 def predicted(callback: HFCkptCallback, mode: str | None = None) -> int:
     planning = callback._planning
     assert planning is not None
-    return planning.predicted_bytes if mode is None else planning._simulator(planning.batch).simulate(mode).peak_bytes
+    return planning.predicted_bytes if mode is None else planning.simulator(planning.batch).simulate(mode).peak_bytes
 
 
 HIDDEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {

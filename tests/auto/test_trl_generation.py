@@ -87,7 +87,7 @@ def planning_of(callback: HFCkptCallback) -> RunPlanner:
 def simulator_of(callback: HFCkptCallback) -> StepSimulator:
     planning = planning_of(callback)
     assert planning.batch is not None
-    return planning._simulator(planning.batch)
+    return planning.simulator(planning.batch)
 
 
 def peak_until_the_last_token(memory: StepMemory) -> int:

@@ -62,7 +62,7 @@ def predicted_of(callback: HFCkptCallback) -> StepMemory:
     """Return the step as the plan in force was made for it."""
     planning = planning_of(callback)
     assert planning.batch is not None
-    return planning._simulator(planning.batch).memory(planning.plan)
+    return planning.simulator(planning.batch).memory(planning.plan)
 
 
 def most(memory: StepMemory, category: Category) -> int:
@@ -182,7 +182,7 @@ def test_layers_that_are_alike_are_traced_once_for_the_reference_too(tmp_path: P
     trainer("KTO", "adapters off", tmp_path, callback).train()
     planning = planning_of(callback)
     assert planning.batch is not None
-    simulator = planning._simulator(planning.batch)
+    simulator = planning.simulator(planning.batch)
     # In a proven step the last layer is held against its original, which sets its neighbour apart too.
     unproven = StepSimulator(simulator.model, replace(simulator.step, is_proven=False), simulator.device)
     for mode in ("none", "full"):
@@ -201,7 +201,7 @@ def test_kernels_of_cuda_take_no_copies_of_a_tile_of_logits(tmp_path: Path) -> N
     trainer("SFT", "whole", tmp_path, callback).train()
     planning = planning_of(callback)
     assert planning.batch is not None
-    on_cpu = planning._simulator(planning.batch)
+    on_cpu = planning.simulator(planning.batch)
     makes_copies = []
     for device in (CPU, find_device("rtx4090")):
         memory = StepSimulator(on_cpu.model, on_cpu.step, device).memory(None)
@@ -235,7 +235,7 @@ def test_budget_below_none_is_kept_and_the_run_is_that_without_a_plan(tmp_path: 
     free, found = followed_in_much_memory(kind, case)
     planning = planning_of(free)
     assert planning.batch is not None
-    simulator = planning._simulator(planning.batch)
+    simulator = planning.simulator(planning.batch)
     smallest = simulator.memory(simulator.plan_of(Policy.parse("full"))).peak_bytes
     budget = smallest + (found.peak_bytes - smallest) // 3
     assert smallest < 0.9 * found.peak_bytes

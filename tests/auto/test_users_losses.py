@@ -93,7 +93,7 @@ def test_loss_is_simulated_and_a_budget_is_kept(tmp_path: Path, name: str, caplo
     (counted,) = (message for message in caplog.messages if message.startswith("Counted"))
     assert f"{type(run).__name__}.compute_loss; AdamW; one process. Not counted: nothing that is known." in counted
     assert callback._planning is not None
-    least = callback._planning._simulator(callback._planning.batch).simulate("full").peak_bytes
+    least = callback._planning.simulator(callback._planning.batch).simulate("full").peak_bytes
     budget = (least + plain) // 2
     run, _ = run_of(tmp_path, f"{budget}B", **case)
     assert follow_trainer(run).peak_bytes <= budget * 1.001 < 0.97 * plain

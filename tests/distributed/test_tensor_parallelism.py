@@ -128,7 +128,7 @@ def test_auto_keeps_a_budget_and_trains_as_without_a_plan(caplog: pytest.LogCapt
         plain, wide = trained(None), trained("1GiB")
     assert wide.callback.plan is not None
     assert wide.callback.plan.count(Mode.NONE) == 3
-    least = wide.planning._simulator(wide.planning.batch).simulate("full").peak_bytes
+    least = wide.planning.simulator(wide.planning.batch).simulate("full").peak_bytes
     budget = (least + wide.planning.predicted_bytes) // 2
     most, followed = budget * (1 + TOLERANCE), []
     for _ in range(MOST_RUNS):  # The least of them, as `assert_followed` says.

@@ -138,7 +138,7 @@ def test_images_of_qwen3_vl_are_planned_for(qwen3_vl: Path, tmp_path: Path) -> N
     assert planning.batch is not None
     # It was planned for before it came: what trl's loss adds to the call makes no other batch of it.
     assert planning.batch.settings == ()
-    simulated = planning._simulator(planning.batch)
+    simulated = planning.simulator(planning.batch)
     budget = (simulated.simulate("full").peak_bytes + peak_bytes) // 2
     planned = train.finetune(load_recipe(path, [f"checkpointing.memory_budget={budget}B"]))
     assert [entry.get("loss") for entry in planned.log_history] == [entry.get("loss") for entry in plain.log_history]
