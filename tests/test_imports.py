@@ -24,6 +24,7 @@ ORDER = (
     "html_svg",
     "upstream",
     "garbage_collection",
+    "second_process",
     "policy",
     "structure",
     "regions",

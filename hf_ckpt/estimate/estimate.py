@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -120,6 +121,23 @@ def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Seque
 def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Iterator[Estimate]:
     """Yield what `estimate` returns as it grows: first with what decides whether the recipe fits, then row by row."""
     predictor = Predictor(subject, devices[0])
+    with predictor.ahead(_plans_of_rows(subject, names or tuple(FIXED))):
+        yield from _growing(predictor, devices, say, names or tuple(FIXED))
+
+
+def _plans_of_rows(subject: Subject, names: Sequence[str]) -> Iterator[Plan | None]:
+    """Yield the plans that will be simulated, as far as that is known, in their order."""
+    if not is_auto(subject.recipe):
+        yield subject.plan
+    # The planner reads those of all modes: first or last, as its rows are.
+    in_order = (*QUICK, *Mode, *names) if is_auto(subject.recipe) else (*names, *Mode)
+    for name in dict.fromkeys(in_order):
+        with suppress(HFCkptError):
+            yield subject.resolve(**FIXED[name])
+
+
+def _growing(predictor: Predictor, devices: Sequence[Device], say: Say, names: Sequence[str]) -> Iterator[Estimate]:
+    subject = predictor.subject
     decides = AUTO if is_auto(subject.recipe) else RECIPE
     planned = (_auto(predictor, device, say) for device in devices)
     rows = tuple(planned) if decides == AUTO else (_own(predictor, devices, say),)
@@ -127,7 +145,7 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
     found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation())
     yield found
     # Nothing is left of the planner's rows where they were first.
-    for row in chain(fixed_rows(predictor, devices, say, names or tuple(FIXED)), planned):
+    for row in chain(fixed_rows(predictor, devices, say, names), planned):
         found = replace(found, rows=(*found.rows, row))
         yield found
 

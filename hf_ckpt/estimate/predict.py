@@ -5,7 +5,8 @@ What was simulated once is not simulated again: a plan's memory is the same unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -86,6 +87,10 @@ class Predictor:
         """Return the fastest plan that fits. See `StepPlanner.plan_for`."""
         found = self._planner.plan_for(capacity, compare=compare, write=partial(written, self.subject), say=say)
         return replace(found, memory=_with_preparation(found.memory, self._simulator.prepare()))
+
+    def ahead(self, plans: Iterable[Plan | None]) -> AbstractContextManager[None]:
+        """Let a second process simulate the subject's step under plans. See `StepSimulator.ahead`."""
+        return self._simulator.ahead(plans)
 
     @cached_property
     def _simulator(self) -> StepSimulator:

@@ -47,6 +47,11 @@ _Options = dict[LayerPlan, Cost]
 
 def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Chain:
     """Return what each layer costs under each option that is allowed, from one simulated step per mode."""
+    with simulator.ahead([None, *(plan for mode in Mode if (plan := _plan_of(simulator, mode)) is not None)]):
+        return _chain_of(simulator, allowed)
+
+
+def _chain_of(simulator: StepSimulator, allowed: Allowed) -> Chain:
     step, device = simulator.step, simulator.device
     kept = _read(simulator, None)
     costs: dict[LayerKey, _Options] = {key: {NONE: kept.cost(key)} for key in kept.order}

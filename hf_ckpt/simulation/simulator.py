@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from hf_ckpt.patch.use_cache import Topic
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.second_process import Take, work_ahead
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, play
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
@@ -146,9 +147,41 @@ class StepSimulator:
     def memory(self, plan: Plan | None) -> StepMemory:
         """Return what the step needs under a plan. A plan that does nothing counts as none."""
         key = self._key(plan)
+        self._take(key)
         if key not in self._known.memories:
             self._known.memories[key], self._known.reserved[*key, False] = self._simulated(key[1])
         return replace(self._known.memories[key], plan=plan)
+
+    @contextmanager
+    def ahead(self, plans: Iterable[Plan | None]) -> Iterator[None]:
+        """Let a second process simulate the step under plans that are asked for inside, in their order."""
+        if self._known.take is not _take_nothing:
+            yield
+            return
+        keys = dict.fromkeys(map(self._key, plans))
+        with work_ahead({key: partial(self._found_ahead, key[1]) for key in keys if self._is_unknown(key)}) as take:
+            self._known.take = take
+            try:
+                yield
+            finally:
+                self._known.take = _take_nothing
+
+    def _is_unknown(self, key: _Key) -> bool:
+        return key not in self._known.memories and key not in self._known.traces
+
+    def _found_ahead(self, plan: Plan | None) -> _FoundAhead:
+        memory, traced = self.memory(plan), self.trace(self._checked(plan)) if _is_uniform(plan) else None
+        return memory, self._known.reserved[*self._key(plan), False], traced
+
+    def _take(self, key: _Key) -> None:
+        """Remember what a second process has found."""
+        if not self._is_unknown(key):
+            return
+        found: _FoundAhead | None = self._known.take(key)
+        if found is not None:
+            self._known.memories[key], self._known.reserved[*key, False], traced = found
+            if traced is not None:
+                self._known.traced(key, lambda: traced)
 
     def reserved_bytes(self, plan: Plan | None, *, expands: bool = False) -> int:
         """Return what torch's allocator holds of the device when a training with this step begins.
@@ -240,6 +273,7 @@ class StepSimulator:
             return self._trace(plan, reuse=None, explains=explains, reuses_slices=False, changed_by=change)
         if explains:
             return self._trace_with_reuse(plan, explains=True)
+        self._take(key)
         return self._known.traced(key, partial(self._trace_with_reuse, plan))
 
     def evaluate(self) -> EvaluationMemory:
@@ -505,6 +539,13 @@ class StepSimulator:
 
 
 _Key = tuple[Step, Plan | None]
+# What the step needs, what torch reserves, and the step itself if it is one that the planner reads.
+_FoundAhead = tuple[StepMemory, int, TracedStep | None]
+
+
+def _take_nothing(key: Hashable) -> None:
+    return None
+
 
 _ENGINES: Mapping[str, type[RankTape]] = {
     "ddp": DdpTape,
@@ -533,6 +574,7 @@ class _Known:
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)  # By layer.
     unlike: set[tuple[int, int]] = field(default_factory=set)  # Layers that are like no other. See `CannotReuseError`.
+    take: Take = _take_nothing  # Of `ahead`.
     # What a layer holds on the device, by layer.
     tensors: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
 
