@@ -40,10 +40,9 @@ def work_ahead(tasks: Mapping[Hashable, Callable[[], Any]]) -> Iterator[Take]:
     Outcomes are pickled, and none is None. Whoever asks does what there is no outcome of, so that the two meet in the
     middle where all tasks are asked for in their order. Where nobody may fork, there are no outcomes.
     """
-    if not tasks or not _may_fork():
+    if not tasks or not may_fork():
         yield lambda key: None
         return
-    # One at a time: there are no more cores.
     _ALLOWED.clear()
     try:
         second = _SecondProcess(tasks)
@@ -55,7 +54,8 @@ def work_ahead(tasks: Mapping[Hashable, Callable[[], Any]]) -> Iterator[Take]:
         _ALLOWED.append(True)
 
 
-def _may_fork() -> bool:
+def may_fork() -> bool:
+    """Whether there may be a second process now: one at a time, as there are no more cores."""
     # Linux has all three.
     if not (_ALLOWED and hasattr(os, "memfd_create") and hasattr(os, "sched_getaffinity")):
         return False

@@ -121,17 +121,18 @@ def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Seque
 def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Iterator[Estimate]:
     """Yield what `estimate` returns as it grows: first with what decides whether the recipe fits, then row by row."""
     predictor = Predictor(subject, devices[0])
-    with predictor.ahead(_plans_of_rows(subject, names or tuple(FIXED))):
-        yield from _growing(predictor, devices, say, names or tuple(FIXED))
+    names = names or tuple(FIXED)
+    with predictor.ahead(_plans_of_rows(predictor, names)):
+        yield from _growing(predictor, devices, say, names)
 
 
-def _plans_of_rows(subject: Subject, names: Sequence[str]) -> Iterator[Plan | None]:
-    """Yield the plans that will be simulated, as far as that is known, in their order."""
+def _plans_of_rows(predictor: Predictor, names: Sequence[str]) -> Iterator[Plan | None]:
+    """Yield the plans that will be simulated, as far as that is known: last those that only rows are made of."""
+    subject = predictor.subject
+    yield from predictor.plans_to_read()
     if not is_auto(subject.recipe):
         yield subject.plan
-    # The planner reads those of all modes: first or last, as its rows are.
-    in_order = (*QUICK, *Mode, *names) if is_auto(subject.recipe) else (*names, *Mode)
-    for name in dict.fromkeys(in_order):
+    for name in names:
         with suppress(HFCkptError):
             yield subject.resolve(**FIXED[name])
 
