@@ -34,7 +34,7 @@ def allow() -> None:
 
 
 @contextmanager
-def work_ahead(tasks: Mapping[Hashable, Callable[[], Any]]) -> Iterator[Take]:
+def work_ahead(tasks: Mapping[Any, Callable[[], Any]]) -> Iterator[Take]:
     """Let a second process work on tasks, the last one first, and yield what asks for their outcomes.
 
     Outcomes are pickled, and none is None. Whoever asks does what there is no outcome of, so that the two meet in the
@@ -72,7 +72,7 @@ _NUMBER = struct.Struct("<q")
 class _SecondProcess:
     """The other one, as this process sees it."""
 
-    def __init__(self, tasks: Mapping[Hashable, Callable[[], Any]]) -> None:
+    def __init__(self, tasks: Mapping[Any, Callable[[], Any]]) -> None:
         self._numbers = {key: number for number, key in enumerate(tasks)}
         self._begun: set[int] = set()
         self._ended: dict[int, tuple[int, int]] = {}  # By number of a task: where its outcome begins, and its size.
@@ -167,7 +167,7 @@ def _work(tasks: list[Callable[[], Any]], claims: int, messages: int, outcomes: 
         try:
             outcome = pickle.dumps(tasks[number](), pickle.HIGHEST_PROTOCOL)
         # Whatever it is, it comes up again where the task is done once more.
-        except Exception:
+        except Exception:  # noqa: BLE001
             outcome = b""
         sys.stderr.flush()
         is_silent = os.fstat(said).st_size == num_said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
@@ -14,6 +14,7 @@ from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO, Mode
+from hf_ckpt.second_process import work_ahead
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -121,9 +122,20 @@ def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Seque
 def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Iterator[Estimate]:
     """Yield what `estimate` returns as it grows: first with what decides whether the recipe fits, then row by row."""
     predictor = Predictor(subject, devices[0])
+    decides = AUTO if is_auto(subject.recipe) else RECIPE
     names = names or tuple(FIXED)
     with predictor.ahead(_plans_of_rows(predictor, names)):
-        yield from _growing(predictor, devices, say, names)
+        planned = [_auto(predictor, device, say) for device in devices] if decides == AUTO else []
+        rows = tuple(planned) or (_own(predictor, devices, say),)
+        say("Simulating an evaluation ...")
+        found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation())
+        yield found
+        for row in fixed_rows(predictor, devices, say, names):
+            found = replace(found, rows=(*found.rows, row))
+            yield found
+    for row in () if planned else _planned_rows(predictor, devices, say):
+        found = replace(found, rows=(*found.rows, row))
+        yield found
 
 
 def _plans_of_rows(predictor: Predictor, names: Sequence[str]) -> Iterator[Plan | None]:
@@ -137,18 +149,23 @@ def _plans_of_rows(predictor: Predictor, names: Sequence[str]) -> Iterator[Plan 
             yield subject.resolve(**FIXED[name])
 
 
-def _growing(predictor: Predictor, devices: Sequence[Device], say: Say, names: Sequence[str]) -> Iterator[Estimate]:
-    subject = predictor.subject
-    decides = AUTO if is_auto(subject.recipe) else RECIPE
-    planned = (_auto(predictor, device, say) for device in devices)
-    rows = tuple(planned) if decides == AUTO else (_own(predictor, devices, say),)
-    say("Simulating an evaluation ...")
-    found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation())
-    yield found
-    # Nothing is left of the planner's rows where they were first.
-    for row in chain(fixed_rows(predictor, devices, say, names), planned):
-        found = replace(found, rows=(*found.rows, row))
-        yield found
+def _planned_rows(predictor: Predictor, devices: Sequence[Device], say: Say) -> Iterator[Row]:
+    """Yield the planner's choice for each device."""
+
+    def planned(device: Device) -> tuple[Row, list[str]]:
+        said: list[str] = []
+        return _auto(predictor, device, said.append), said
+
+    searched = [device for device in devices if _weights_without_room(predictor, device) is None]
+    if len(searched) > 1:
+        # Both processes search with it.
+        _ = predictor.chain
+    with work_ahead({device.name: partial(planned, device) for device in searched[1:]}) as take:
+        for device in devices:
+            row, said = take(device.name) or (_auto(predictor, device, say), [])
+            for text in said:
+                say(text)
+            yield row
 
 
 def num_estimate_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] = ()) -> int:
@@ -203,7 +220,7 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     Where the weights alone exceed a card, no plan is searched for: the other rows tell what would do.
     """
     capacity = capacity_of_subject(predictor, device)
-    if own_budget(predictor.subject) is None and (weights := predictor.weights_and_gradients) > device.memory_bytes:
+    if (weights := _weights_without_room(predictor, device)) is not None:
         return Row(AUTO, None, _no_room_for(weights, capacity.num_bytes), device)
     say(_first_verdict(predictor, device))
     try:
@@ -212,6 +229,12 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
         return Row(AUTO, None, str(error), device)
     row = judged(predictor, AUTO, planned.plan, [device], decides=True)
     return replace(row, memory=planned.memory, device=device, exactness=planned.exactness)
+
+
+def _weights_without_room(predictor: Predictor, device: Device) -> int | None:
+    """Return the bytes of weights and gradients where these alone exceed a card; None where not, or with a budget."""
+    weights = predictor.weights_and_gradients if own_budget(predictor.subject) is None else 0
+    return weights if weights > device.memory_bytes else None
 
 
 def _no_room_for(weights_bytes: int, budget_bytes: int) -> str:

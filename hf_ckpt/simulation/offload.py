@@ -15,6 +15,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 from torch import Tensor
 
 from hf_ckpt.policy.options import Offload
@@ -130,13 +131,15 @@ def add_copy_waits(tape: Tape, device: Device) -> None:
     ends = {TransferKind.SEND: deque[float](), TransferKind.FETCH: deque[float]()}
     free = {TransferKind.SEND: 0.0, TransferKind.FETCH: 0.0}
     begins = {TransferKind.WAIT_FOR_SEND: TransferKind.SEND, TransferKind.RECEIVE: TransferKind.FETCH}
-    for row, seconds in enumerate(columns.seconds.tolist()):
-        transfer = transfers.get(row)
-        if transfer is not None and transfer.kind in ends:
+    begin = 0
+    for row, transfer in transfers.items():
+        # One after the other, as they run: the last bits of a sum depend on the order.
+        now = float(np.cumsum(np.append(now, columns.seconds[begin:row]))[-1])
+        begin = row
+        if transfer.kind in ends:
             free[transfer.kind] = max(now, free[transfer.kind]) + copy_seconds(transfer.num_bytes, device)
             ends[transfer.kind].append(free[transfer.kind])
-        elif transfer is not None and transfer.kind in begins and (waiting := ends[begins[transfer.kind]]):
-            seconds = columns.seconds[row] = max(0.0, waiting.popleft() - now)
+        elif transfer.kind in begins and (waiting := ends[begins[transfer.kind]]):
+            columns.seconds[row] = max(0.0, waiting.popleft() - now)
             columns.is_copy[row] = True
-        now += seconds
     tape.columns = columns

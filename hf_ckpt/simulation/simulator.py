@@ -407,7 +407,7 @@ class StepSimulator:
             held = held_to_original(self.stacks, plan, signatures)
         has_segments = any(entry.segment is not None for entry in _entries(plan))
         # Segments are cut first: traced whole, those of 80 layers take half as long again, nested ones twice as long.
-        for cuts in (True, False) if has_segments else (False,):
+        for cuts in (True, False) if has_segments and self._known.cuts_segments else (False,):
             for _ in range(_MOST_TRIES):
                 reuse: LayerReuse | None = None
                 try:
@@ -415,6 +415,10 @@ class StepSimulator:
                     return self._trace(plan, reuse=reuse, explains=explains)
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
+                        if cuts and reuse is not None:
+                            # What is in the way, such as a proof that does more in the last segment, mostly is in the
+                            # way of other plans too: it shows only when the step has been traced.
+                            self._known.cuts_segments = False
                         break
                     unlike |= error.unlike
                     if _is_uniform(plan):
@@ -605,6 +609,7 @@ class _Known:
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)  # By layer.
     unlike: set[tuple[int, int]] = field(default_factory=set)  # Layers that are like no other. See `CannotReuseError`.
+    cuts_segments: bool = True  # Whether parts of segments can be traced, as far as that is known.
     take: Take = _take_nothing  # Of `ahead`.
     # What a layer holds on the device, by layer.
     tensors: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)

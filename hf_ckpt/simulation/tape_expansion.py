@@ -319,8 +319,13 @@ class _Expansion:
             slots = np.flatnonzero(made[representative] >= 0)
             copies: list[int] = []
             for original in made[representative, slots].tolist():
-                copy = self._copy_of(storages[original], path, layer - representative)
-                copies.append(number := numbers.get(copy, len(storages)))
+                storage, number = storages[original], len(storages)
+                if storage.parameter:
+                    copy = self._copied_gradient(storage, path, layer - representative)
+                    number = numbers.get(copy, number)
+                else:
+                    copy = Storage(storage.num_bytes, storage.shape, storage.dtype, storage.category, storage.why)
+                copies.append(number)
                 if number == len(storages):
                     storages.append(copy)
                     looks.append(looks[original])
@@ -328,10 +333,8 @@ class _Expansion:
                     looks[number] = looks[original]
             made[layer, slots] = copies
 
-    def _copy_of(self, storage: Storage, path: str, shift: int) -> Storage:
-        """Return what the skipped layer makes instead: of a gradient, what the tracker has made for it."""
-        if not storage.parameter:
-            return Storage(storage.num_bytes, storage.shape, storage.dtype, storage.category, storage.why)
+    def _copied_gradient(self, storage: Storage, path: str, shift: int) -> Storage:
+        """Return what the tracker has made for the gradient of a skipped layer."""
         name = moved_path(storage.parameter, path, shift)
         found = self._tape.copied_gradients.get(name)
         if found is None or found.num_bytes != storage.num_bytes:
