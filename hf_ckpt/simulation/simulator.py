@@ -405,9 +405,7 @@ class StepSimulator:
         held: Collection[tuple[int, int]] = ()
         if plan is not None and self.step.is_proven:
             held = held_to_original(self.stacks, plan, signatures)
-        has_segments = any(entry.segment is not None for entry in _entries(plan))
-        # Segments are cut first: traced whole, those of 80 layers take half as long again, nested ones twice as long.
-        for cuts in (True, False) if has_segments and self._known.cuts_segments else (False,):
+        for cuts in self._ways_to_cut(plan):
             for _ in range(_MOST_TRIES):
                 reuse: LayerReuse | None = None
                 try:
@@ -415,10 +413,9 @@ class StepSimulator:
                     return self._trace(plan, reuse=reuse, explains=explains)
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
-                        if cuts and reuse is not None:
-                            # What is in the way, such as a proof that does more in the last segment, mostly is in the
-                            # way of other plans too: it shows only when the step has been traced.
-                            self._known.cuts_segments = False
+                        # What is in the way, such as a proof that does more in the last segment, mostly is in the way
+                        # of other plans too: it shows only when the step has been traced.
+                        self._known.cuts_segments &= not cuts or reuse is None
                         break
                     unlike |= error.unlike
                     if _is_uniform(plan):
@@ -433,6 +430,12 @@ class StepSimulator:
                         raise
                     return self._trace(plan, reuse=None, explains=explains)
         return self._trace(plan, reuse=None, explains=explains)
+
+    def _ways_to_cut(self, plan: Plan | None) -> tuple[bool, ...]:
+        """Return whether to trace parts of a plan's segments, in the order in which that is tried."""
+        has_segments = any(entry.segment is not None for entry in _entries(plan))
+        # Cut first: traced whole, those of 80 layers take half as long again, nested ones twice as long.
+        return (True, False) if has_segments and self._known.cuts_segments else (False,)
 
     def _trace(
         self,
