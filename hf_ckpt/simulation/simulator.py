@@ -405,7 +405,9 @@ class StepSimulator:
         held: Collection[tuple[int, int]] = ()
         if plan is not None and self.step.is_proven:
             held = held_to_original(self.stacks, plan, signatures)
-        for cuts in self._ways_to_cut(plan):
+        has_segments = any(entry.segment is not None for entry in _entries(plan))
+        # Segments are cut first: traced whole, those of 80 layers take half as long again, nested ones twice as long.
+        for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
                 reuse: LayerReuse | None = None
                 try:
@@ -413,9 +415,6 @@ class StepSimulator:
                     return self._trace(plan, reuse=reuse, explains=explains)
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
-                        # What is in the way, such as a proof that does more in the last segment, mostly is in the way
-                        # of other plans too: it shows only when the step has been traced.
-                        self._known.cuts_segments &= not cuts or reuse is None
                         break
                     unlike |= error.unlike
                     if _is_uniform(plan):
@@ -430,12 +429,6 @@ class StepSimulator:
                         raise
                     return self._trace(plan, reuse=None, explains=explains)
         return self._trace(plan, reuse=None, explains=explains)
-
-    def _ways_to_cut(self, plan: Plan | None) -> tuple[bool, ...]:
-        """Return whether to trace parts of a plan's segments, in the order in which that is tried."""
-        has_segments = any(entry.segment is not None for entry in _entries(plan))
-        # Cut first: traced whole, those of 80 layers take half as long again, nested ones twice as long.
-        return (True, False) if has_segments and self._known.cuts_segments else (False,)
 
     def _trace(
         self,
@@ -612,7 +605,6 @@ class _Known:
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)  # By layer.
     unlike: set[tuple[int, int]] = field(default_factory=set)  # Layers that are like no other. See `CannotReuseError`.
-    cuts_segments: bool = True  # Whether parts of segments can be traced, as far as that is known.
     take: Take = _take_nothing  # Of `ahead`.
     # What a layer holds on the device, by layer.
     tensors: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
