@@ -44,13 +44,15 @@ def work_ahead(tasks: Mapping[Any, Callable[[], Any]]) -> Iterator[Take]:
         yield lambda key: None
         return
     _ALLOWED.clear()
-    try:
+    second: _SecondProcess | None = None
+    # No room for one, say.
+    with suppress(OSError):
         second = _SecondProcess(tasks)
-        try:
-            yield second.take
-        finally:
-            second.end()
+    try:
+        yield (lambda key: None) if second is None else second.take
     finally:
+        if second is not None:
+            second.end()
         _ALLOWED.append(True)
 
 
@@ -117,7 +119,7 @@ class _SecondProcess:
                 self.end()
                 return None
         begin, size = self._ended[number]
-        return pickle.loads(os.pread(self._outcomes, size, begin)) if begin >= 0 else None
+        return None if begin == _FAILED else pickle.loads(os.pread(self._outcomes, size, begin))
 
     def _read(self) -> bool:
         """Read a message; return whether there was one, and not the end."""

@@ -89,6 +89,16 @@ def test_nobody_forks_without_a_core_or_among_threads(reason: str, monkeypatch: 
         assert [take(key) for key in tasks()] == [None] * 4
 
 
+def test_a_system_without_room_forks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "fork", refused)
+    with work_ahead(tasks()) as take:
+        assert take(3) is None
+    assert may_fork()
+
+
 def test_one_second_process_at_a_time() -> None:
     with work_ahead(tasks()):
         assert not may_fork()
