@@ -94,7 +94,7 @@ def run() -> NoReturn:
     # Nor is anything compiled: bitsandbytes, which peft imports, would load torch's compiler for a second.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Nor computed: threads would only be in the way of a second process.
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Where there is a GPU, torch's autograd starts threads.
     if not may_have_gpu():
         second_process.allow()
