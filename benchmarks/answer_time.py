@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,14 @@ _VERDICT = ("fits on", "does not fit", " fits")
 _NO_VERDICT = "Searching what fits"
 
 
-def measured(words: list[str], checkout: Path, cache: str) -> dict[str, float]:
-    """Run Python in a checkout; return the user seconds until a line with a verdict is written, and in all."""
+Seconds = dict[str, float]
+"""Wall, user and system time."""
+
+
+def measured(words: list[str], checkout: Path, cache: str) -> dict[str, Seconds]:
+    """Run Python in a checkout; return the seconds until a line with a verdict is written, if any is, and in all."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_CKPT_CACHE": cache, "PYTHONUNBUFFERED": "1"}
+    begun = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *words],
         cwd=checkout,
@@ -49,12 +55,15 @@ def measured(words: list[str], checkout: Path, cache: str) -> dict[str, float]:
         errors="replace",
     )
     assert process.stdout is not None
-    watched, verdict = psutil.Process(process.pid), 0.0
+    watched, found = psutil.Process(process.pid), dict[str, Seconds]()
     for line in process.stdout:
-        if not verdict and any(word in line.lower() for word in _VERDICT) and not line.startswith(_NO_VERDICT):
-            verdict = watched.cpu_times().user
+        if not found and any(word in line.lower() for word in _VERDICT) and not line.startswith(_NO_VERDICT):
+            wall, taken = time.perf_counter() - begun, watched.cpu_times()
+            found["until_verdict"] = {"wall": wall, "user": taken.user, "system": taken.system}
+    # With what it has forked and waited for.
     _, _, usage = os.wait4(process.pid, 0)
-    return {"until_verdict": verdict, "whole": usage.ru_utime}
+    found["whole"] = {"wall": time.perf_counter() - begun, "user": usage.ru_utime, "system": usage.ru_stime}
+    return {name: {kind: round(each, 3) for kind, each in seconds.items()} for name, seconds in found.items()}
 
 
 def compared(name: str, checkouts: dict[str, Path]) -> dict[str, Any]:
@@ -86,7 +95,7 @@ def run(options: Namespace) -> None:
     floor = measured(["-c", _FLOOR], _ROOT, os.devnull)["whole"]
     print("floor", floor, flush=True)
     commands = {name: compared(name, checkouts) for name in options.only or COMMANDS}
-    found = describe() | {"against": None, "user_seconds": {"floor": floor} | commands}
+    found = describe() | {"against": None, "seconds": {"floor": floor} | commands}
     if options.against is not None:
         # A result says which commit it was, not where that lay.
         found["command"] = found["command"].replace(str(options.against), "../before")

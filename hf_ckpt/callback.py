@@ -99,8 +99,8 @@ class HFCkptCallback(TrainerCallback):
         save: see `Rule`.
         offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`. With `"auto"`, allows the planner to
             do so; left out, it does not.
-        weights: see `Rule`: `"cpu"`, or a mapping with the fields of `Weights`. With `"auto"`, allows the planner to let
-            frozen weights wait there.
+        weights: see `Rule`: `"cpu"`, or a mapping with the fields of `Weights`. With `"auto"`, allows the planner to
+            let frozen weights wait there.
         tiles: see `Rule`. With `"auto"` the planner does so where nothing random lies inside; `"auto"` allows it there
             too, 1 forbids it.
         head: `"chunked"` never holds the logits. With `"auto"` the planner chooses; `"plain"` forbids it.

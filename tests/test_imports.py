@@ -23,6 +23,7 @@ ORDER = (
     "units",
     "upstream",
     "garbage_collection",
+    "second_process",
     "policy",
     "html_svg",
     "structure",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
+from hf_ckpt import second_process
 from hf_ckpt.cli.completion import completion
 from hf_ckpt.cli.env import ENV
 from hf_ckpt.cli.estimate import ESTIMATE
@@ -29,6 +30,7 @@ from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean
 from hf_ckpt.estimate.tables import wrapped
 from hf_ckpt.garbage_collection import hold_off_for_good
 from hf_ckpt.recipe.optional_packages import EXTRAS, missing_text
+from hf_ckpt.simulation.devices import may_have_gpu
 from hf_ckpt.verify.processes import LostProcessError
 
 _COMMANDS = {
@@ -90,6 +92,11 @@ def run() -> NoReturn:
     hold_off_for_good()
     # Nor is anything compiled: bitsandbytes, which peft imports, would load torch's compiler for a second.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Nor computed: threads would only be in the way of a second process.
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Where there is a GPU, torch's autograd starts threads.
+    if not may_have_gpu():
+        second_process.allow()
     code = main()
     # Python would go on for a second or two, to take apart what torch and transformers have loaded.
     atexit._run_exitfuncs()

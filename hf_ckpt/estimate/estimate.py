@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from functools import partial
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
@@ -16,6 +17,7 @@ from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.regions.offload import host_memory
+from hf_ckpt.second_process import work_ahead
 from hf_ckpt.simulation.devices import Device, this_device
 from hf_ckpt.simulation.fit import Capacity, Fit, Verdict, judge
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -123,20 +125,52 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
     """Yield what `estimate` returns as it grows: first with what decides whether the recipe fits, then row by row."""
     predictor = Predictor(subject, devices[0])
     decides = AUTO if is_auto(subject.recipe) else RECIPE
-    planned = (_auto(predictor, device, say) for device in devices)
-    if decides == AUTO:
-        rows = tuple(planned)
-    else:
-        say(f"Simulating {subject.title} ...")
-        rows = (judged(predictor, RECIPE, subject.plan, devices, decides=True),)
-    say("Simulating an evaluation ...")
-    plan = None if rows[0].memory is None else rows[0].memory.plan
-    found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation(plan))
-    yield found
-    # Nothing is left of the planner's rows where they were first.
-    for row in chain(fixed_rows(predictor, devices, say, names or tuple(FIXED)), planned):
+    names = names or tuple(FIXED)
+    with predictor.ahead(_plans_of_rows(predictor, names)):
+        planned = [_auto(predictor, device, say) for device in devices] if decides == AUTO else []
+        if not planned:
+            say(f"Simulating {subject.title} ...")
+        rows = tuple(planned) or (judged(predictor, RECIPE, subject.plan, devices, decides=True),)
+        say("Simulating an evaluation ...")
+        plan = None if rows[0].memory is None else rows[0].memory.plan
+        found = Estimate(predictor, tuple(devices), rows, decides, predictor.evaluation(plan))
+        yield found
+        for row in fixed_rows(predictor, devices, say, names):
+            found = replace(found, rows=(*found.rows, row))
+            yield found
+    for row in () if planned else _planned_rows(predictor, devices, say):
         found = replace(found, rows=(*found.rows, row))
         yield found
+
+
+def _plans_of_rows(predictor: Predictor, names: Sequence[str]) -> Iterator[Plan | None]:
+    """Yield the plans that will be simulated, as far as that is known: last those that only rows are made of."""
+    subject = predictor.subject
+    yield from predictor.plans_to_read()
+    if not is_auto(subject.recipe):
+        yield subject.plan
+    for name in names:
+        with suppress(HFCkptError):
+            yield subject.resolve(**FIXED[name])
+
+
+def _planned_rows(predictor: Predictor, devices: Sequence[Device], say: Say) -> Iterator[Row]:
+    """Yield the planner's choice for each device."""
+
+    def planned(device: Device) -> tuple[Row, list[str]]:
+        said: list[str] = []
+        return _auto(predictor, device, said.append), said
+
+    searched = [device for device in devices if _weights_without_room(predictor, device) is None]
+    if len(searched) > 1:
+        # Both processes search with it.
+        _ = predictor.chain
+    with work_ahead({device.name: partial(planned, device) for device in searched[1:]}) as take:
+        for device in devices:
+            row, said = take(device.name) or (_auto(predictor, device, say), [])
+            for text in said:
+                say(text)
+            yield row
 
 
 def num_estimate_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] = ()) -> int:
@@ -188,9 +222,7 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     Where the weights alone exceed a card, no plan is searched for: the other rows tell what would do.
     """
     capacity = capacity_of_subject(predictor, device)
-    can_wait = predictor.subject.allowed.weights is not None and predictor.has_waiting_weights
-    weights = 0 if can_wait else predictor.weights_and_gradients
-    if own_budget(predictor.subject) is None and weights > device.memory_bytes:
+    if (weights := _weights_without_room(predictor, device)) is not None:
         refusal = (
             f"No plan fits memory_budget={format_bytes(capacity.num_bytes)}: weights and gradients alone take "
             f"{format_bytes(weights)} under any plan. Use fewer or smaller weights, more devices that share them, or "
@@ -204,6 +236,13 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
         return Row(AUTO, None, str(error), device)
     row = judged(predictor, AUTO, planned.plan, [device], decides=True)
     return replace(row, memory=planned.memory, device=device, exactness=planned.exactness)
+
+
+def _weights_without_room(predictor: Predictor, device: Device) -> int | None:
+    """Return the bytes of weights and gradients where these alone exceed a card; None where not, or with a budget."""
+    can_wait = predictor.subject.allowed.weights is not None and predictor.has_waiting_weights
+    weights = 0 if can_wait or own_budget(predictor.subject) is not None else predictor.weights_and_gradients
+    return weights if weights > device.memory_bytes else None
 
 
 def _first_verdict(predictor: Predictor, device: Device) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError
@@ -18,6 +19,7 @@ from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import AUTO, REVOLVE
 from hf_ckpt.policy.revolve import fewest_snapshots
+from hf_ckpt.second_process import work_ahead
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fit import Capacity
 from hf_ckpt.simulation.step import Step
@@ -39,10 +41,14 @@ def largest_fitting(
     def needed(number: int) -> int:
         return _needed_within_host(predictor, plan, resized(step, number), capacity, host_bytes)
 
+    def ahead(number: int) -> AbstractContextManager[None]:
+        return predictor.ahead([plan], resized(step, number), in_numbers=True)
+
     if not is_length:
-        return largest(needed, capacity.num_bytes, start=step.batch_size, most=_MOST_ROWS)
+        return largest(needed, capacity.num_bytes, start=step.batch_size, most=_MOST_ROWS, ahead=ahead)
     most = predictor.subject.longest or _MOST_TOKENS
-    return largest(needed, capacity.num_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_MULTIPLE, most))
+    multiple = min(LENGTH_MULTIPLE, most)
+    return largest(needed, capacity.num_bytes, start=step.seq_length, most=most, multiple=multiple, ahead=ahead)
 
 
 def _needed_within_host(
@@ -50,7 +56,7 @@ def _needed_within_host(
 ) -> int:
     """Return what a step needs; more than there is where the host has not enough."""
     verdict = predictor.verdict(plan, capacity, step)
-    fits_host = host_bytes is None or predictor.memory(plan, step).host_bytes <= host_bytes
+    fits_host = host_bytes is None or predictor.host_bytes(plan, step) <= host_bytes
     return verdict.needed_bytes if fits_host else max(verdict.needed_bytes, 2 * capacity.num_bytes)
 
 
@@ -81,17 +87,19 @@ def _largest_with_plan(predictor: Predictor, capacity: Capacity, *, is_length: b
     host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
     best, *others = leanest_plans(subject)
     found = largest_fitting(predictor, best, capacity, is_length=is_length, host_bytes=host_bytes)
-    for plan in others:
-        if found.is_bound:
-            break
-        if found.number:
-            # One simulation tells whether a search would find more.
-            larger = resized(subject.step, found.number + unit)
-            if _needed_within_host(predictor, plan, larger, capacity, host_bytes) > capacity.num_bytes:
-                continue
-        limit = largest_fitting(predictor, plan, capacity, is_length=is_length, host_bytes=host_bytes)
-        if limit.number > found.number:
-            found, best = limit, plan
+    # One simulation tells whether a search would find more.
+    larger = resized(subject.step, found.number + unit)
+    with predictor.ahead(others if found.number and not found.is_bound else (), larger, in_numbers=True):
+        for plan in others:
+            if found.is_bound:
+                break
+            if found.number:
+                larger = resized(subject.step, found.number + unit)
+                if _needed_within_host(predictor, plan, larger, capacity, host_bytes) > capacity.num_bytes:
+                    continue
+            limit = largest_fitting(predictor, plan, capacity, is_length=is_length, host_bytes=host_bytes)
+            if limit.number > found.number:
+                found, best = limit, plan
     return found, best
 
 
@@ -141,26 +149,49 @@ def _leaner_where_possible(plan: Plan, subject: Subject) -> Plan:
 def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: bool, say: Say) -> dict[str, Any]:
     """Find the longest row in tokens (`is_length`) or the largest micro-batch in rows that fits; return JSON types."""
     predictor = Predictor(subject, devices[0])
+    # The longest searches first: both processes search for what the planner's choice would reach.
+    chosen: dict[str, dict[str, Any]] = {}
+    for device in devices if is_auto(subject.recipe) else ():
+        say(f"Searching what fits on {device.name}: {AUTO} ...")
+        chosen[device.name] = _chosen_on(predictor, device, is_length=is_length)
+    asked = [(device, name, plan) for device in devices for name, plan in _plans(subject)]
+    searches = {
+        (device.name, name): partial(_fitting_on, predictor, device, name, plan, is_length=is_length)
+        for device, name, plan in asked
+    }
+    rows: list[dict[str, Any]] = []
+    with work_ahead(searches) as take:
+        for device, name, _ in asked:
+            rows += filter(None, [chosen.pop(device.name, None)])
+            say(f"Searching what fits on {device.name}: {name} ...")
+            key = device.name, name
+            rows.append(take(key) or searches[key]())
     return {
         "recipe": subject.title,
         "unit": "tokens" if is_length else "rows",
         **facts_as_json(subject),
-        "rows": [row for device in devices for row in _fitting_on(predictor, device, is_length=is_length, say=say)],
+        "rows": rows,
     }
 
 
-def _fitting_on(predictor: Predictor, device: Device, *, is_length: bool, say: Say) -> Iterator[dict[str, Any]]:
-    """Yield what fits on one device, plan by plan."""
+def _chosen_on(predictor: Predictor, device: Device, *, is_length: bool) -> dict[str, Any]:
+    """Return what fits on a device under the plan that needs least."""
     capacity = capacity_of_subject(predictor, device)
-    if is_auto(predictor.subject.recipe):
-        say(f"Searching what fits on {device.name}: {AUTO} ...")
-        limit, best = _largest_with_plan(predictor, capacity, is_length=is_length)
-        resized = with_length if is_length else with_rows
-        memory = predictor.memory(best, resized(predictor.subject.step, max(1, limit.number)))
-        yield {**_row(device, AUTO, capacity, limit), "host_bytes": memory.host_bytes if limit.number else 0}
-    for name, plan in _plans(predictor.subject):
-        say(f"Searching what fits on {device.name}: {name} ...")
-        yield _row(device, name, capacity, largest_fitting(predictor, plan, capacity, is_length=is_length))
+    limit, best = _largest_with_plan(predictor, capacity, is_length=is_length)
+    resized = with_length if is_length else with_rows
+    step = resized(predictor.subject.step, limit.number)
+    return {
+        **_row(device, AUTO, capacity, limit),
+        "host_bytes": predictor.host_bytes(best, step) if limit.number else 0,
+    }
+
+
+def _fitting_on(
+    predictor: Predictor, device: Device, name: str, plan: Plan | None, *, is_length: bool
+) -> dict[str, Any]:
+    """Return what fits on a device under a plan."""
+    capacity = capacity_of_subject(predictor, device)
+    return _row(device, name, capacity, largest_fitting(predictor, plan, capacity, is_length=is_length))
 
 
 def _row(device: Device, plan: str, capacity: Capacity, limit: Limit) -> dict[str, Any]:

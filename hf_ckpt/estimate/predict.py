@@ -5,7 +5,8 @@ What was simulated once is not simulated again: a plan's memory is the same unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -92,6 +93,23 @@ class Predictor:
         """Return the fastest plan that fits. See `StepPlanner.plan_for`."""
         found = self._planner.plan_for(capacity, compare=compare, write=partial(written, self.subject), say=say)
         return replace(found, memory=_with_preparation(found.memory, self._simulator.prepare()))
+
+    def ahead(
+        self, plans: Iterable[Plan | None], step: Step | None = None, *, in_numbers: bool = False
+    ) -> AbstractContextManager[None]:
+        """Let a second process simulate a step under plans, the subject's own or another. See `StepSimulator.ahead`."""
+        return self._simulator.with_step(step or self.subject.step).ahead(plans, in_numbers=in_numbers)
+
+    def host_bytes(self, plan: Plan | None, step: Step) -> int:
+        """Return what lies on the host at the peak of a step, or of what comes before it."""
+        simulator = self._simulator.with_step(step)
+        needs, before = simulator.needs(plan), simulator.prepare()
+        is_before = before is not None and before.peak_bytes > needs.peak_bytes
+        return before.host_bytes if before is not None and is_before else needs.host_bytes
+
+    def plans_to_read(self) -> Iterable[Plan | None]:
+        """Return the plans that the planner simulates for any capacity. See `StepPlanner.plans_to_read`."""
+        return self._planner.plans_to_read()
 
     @cached_property
     def _simulator(self) -> StepSimulator:

@@ -79,6 +79,17 @@ def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Ch
     return offloaded(chain, device, allowed.offload_option)
 
 
+def plans_to_read(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Iterator[Plan | None]:
+    """Yield the plans whose steps a chain is made of, in the order in which they are read.
+
+    Before them, for whoever begins with the last, comes one that may be read when the chain is there.
+    """
+    if allowed.widest.head and (plan := _chunked_plan(simulator)) is not None:
+        yield plan
+    yield None
+    yield from (plan for mode in Mode if mode is not Mode.NONE and (plan := _plan_of(simulator, mode)) is not None)
+
+
 def _watched_seconds(full: StepReading, key: LayerKey, device: Device) -> float:
     """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
     events = full.events[full.span(Phase.FORWARD, key)]
@@ -99,8 +110,7 @@ def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAUL
 
 def with_chunked_head(chain: Chain, simulator: StepSimulator) -> Chain | None:
     """Return a chain of `chain_of` whose head is chunked, from one more simulated step; None where it cannot be."""
-    # Layers in mode full are simulated fastest, and the head is the same.
-    plan = _plan_of(simulator, Mode.FULL, head="chunked") or _plan_of(simulator, Mode.NONE, head="chunked")
+    plan = _chunked_plan(simulator)
     if plan is None:
         return None
     reading, _ = _read_what_works(simulator, plan)
@@ -170,6 +180,12 @@ def _plan_of(simulator: StepSimulator, mode: Mode, **options: Any) -> Plan | Non
         return simulator.plan_of(Policy.parse(mode.value, **options))
     except HFCkptError:
         return None
+
+
+def _chunked_plan(simulator: StepSimulator) -> Plan | None:
+    """Return the plan whose chunked head is read; None where the model has none."""
+    # Layers in mode full are simulated fastest, and the head is the same.
+    return _plan_of(simulator, Mode.FULL, head="chunked") or _plan_of(simulator, Mode.NONE, head="chunked")
 
 
 def _tiled_plan(simulator: StepSimulator, option: LayerPlan, allowed: Allowed) -> Plan | None:

@@ -29,7 +29,14 @@ from hf_ckpt.planner.advice import (
 )
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
 from hf_ckpt.planner.dynamic_programming import ChainPlanner
-from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
+from hf_ckpt.planner.layer_costs import (
+    chain_of,
+    offloaded,
+    plans_to_read,
+    with_chunked_head,
+    with_gaps,
+    with_tiles,
+)
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
 from hf_ckpt.planner.waiting_weights import WeightsPlanner, is_plain
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
@@ -129,8 +136,18 @@ class StepPlanner:
         Raises:
             BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
         """
-        if self._allowed.weights is not None:
-            return self._with_weights(capacity, self._allowed.weights, compare=compare, write=write, say=say)
+        with self._simulator.ahead(self.plans_to_read()):
+            if self._allowed.weights is not None:
+                return self._with_weights(capacity, self._allowed.weights, compare=compare, write=write, say=say)
+            return self._plan_for(capacity, compare=compare, write=write, say=say)
+
+    def plans_to_read(self) -> Iterable[Plan | None]:
+        """Return the plans that are simulated whatever the capacity is. See the function."""
+        return () if self._given else plans_to_read(self._simulator, self._allowed)
+
+    def _plan_for(
+        self, capacity: Capacity, *, compare: bool, write: Write, say: Callable[[str], None] | None
+    ) -> Planned:
         before = self._simulator.prepare()
         if before is not None and before.peak_bytes > capacity.allocated_bytes:
             raise cannot_prepare(self._simulator.step, before, capacity.num_bytes)

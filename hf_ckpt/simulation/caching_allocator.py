@@ -297,12 +297,19 @@ class CachingAllocator:
 
     def serve(self, pool: _Pool, size: int) -> Block:
         """Return a block of what `asked` returned."""
-        found = self._first_that_suffices(pool, size)
-        begin, end = found or (self._at_end if self._expands else self._segment)(pool, size)
-        keys, rest = pool.keys, begin + size
+        keys, ends = pool.keys, pool.ends
+        index = bisect_left(keys, size << _SIZE_BITS)
+        if index < len(keys):
+            # The smallest free block that suffices.
+            begin = keys.pop(index) & _ADDRESS
+            end = ends.pop(begin)
+            del pool.begins[end]
+        else:
+            begin, end = (self._at_end if self._expands else self._segment)(pool, size)
+        rest = begin + size
         if end - rest > _LARGEST_SMALL or (pool.cuts_all and rest < end):
             insort(keys, (end - rest) << _SIZE_BITS | rest)
-            pool.ends[rest], pool.begins[end] = end, rest
+            ends[rest], pool.begins[end] = end, rest
             end = rest
         return begin, end, pool
 

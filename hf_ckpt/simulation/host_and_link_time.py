@@ -26,6 +26,7 @@ from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively, role_
 from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tape import Columns, Tape, TransferKind
 
+_BETWEEN_RANKS = (TransferKind.GATHER, TransferKind.LET_GO, TransferKind.REDUCE)
 _UNITS_AHEAD = 2  # Units that FSDP1's host may let go of before the device does.
 
 
@@ -120,7 +121,8 @@ def queue_operators(tape: Tape, device: Device, plan: Plan | None, *, limits_uni
     columns = tape.columns
     is_recorded = columns.places.is_in(columns.place, Phase.FORWARD, Phase.RECOMPUTATION)
     is_intercepted = _intercepted(columns, plan)[columns.place]
-    transfers = columns.transfers()
+    # Copies to the host and back are waited for later: see `offload.add_copy_waits`.
+    transfers = {row: each for row, each in columns.transfers().items() if each.kind in _BETWEEN_RANKS}
     if device.is_cuda and not transfers:
         rows = np.flatnonzero(columns.seconds)
         ways = [queue.issue_seconds(records_graph=way >= 2, is_intercepted=way % 2 == 1) for way in range(4)]

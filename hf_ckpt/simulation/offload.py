@@ -15,6 +15,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 from torch import Tensor
 
 from hf_ckpt.policy.options import Offload
@@ -137,14 +138,16 @@ def add_copy_waits(tape: Tape, device: Device) -> None:
     now = 0.0
     ends = {kind: deque[float]() for kind in _WAITS.values()}
     free = {"away": 0.0, "back": 0.0}
-    for row, seconds in enumerate(columns.seconds.tolist()):
-        transfer = transfers.get(row)
-        if transfer is not None and transfer.kind in ends:
+    begin = 0
+    for row, transfer in transfers.items():
+        # One after the other, as they run: the last bits of a sum depend on the order.
+        now = float(np.cumsum(np.append(now, columns.seconds[begin:row]))[-1])
+        begin = row
+        if transfer.kind in ends:
             way = "away" if transfer.kind is TransferKind.SEND else "back"
             free[way] = max(now, free[way]) + copy_seconds(transfer.num_bytes, device)
             ends[transfer.kind].append(free[way])
-        elif transfer is not None and transfer.kind in _WAITS and (waiting := ends[_WAITS[transfer.kind]]):
-            seconds = columns.seconds[row] = max(0.0, waiting.popleft() - now)
+        elif transfer.kind in _WAITS and (waiting := ends[_WAITS[transfer.kind]]):
+            columns.seconds[row] = max(0.0, waiting.popleft() - now)
             columns.is_copy[row] = True
-        now += seconds
     tape.columns = columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions.waiting_weights import owners_of, packed_bytes, waiting_tensors
+from hf_ckpt.second_process import Take, may_fork, work_ahead
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, play
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
@@ -78,6 +79,15 @@ class TracedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class StepNeeds:
+    """What a step needs in numbers, which weigh less than a `StepMemory`."""
+
+    peak_bytes: int
+    reserved_bytes: int  # The most that torch's allocator holds; the peak on a CPU.
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationMemory:
     """What evaluation needs while training goes on."""
 
@@ -108,7 +118,7 @@ class StepSimulator:
     def without_traces(self, step: Step) -> StepSimulator:
         """Return the simulator of another step that shares the layers and the optimizers, and no simulated steps."""
         # Of a training that goes on: traced steps take hundreds of megabytes, and are free with their simulator.
-        shared = replace(self._known, memories={}, prepared={}, traces={}, stacks=self.stacks)
+        shared = replace(self._known, memories={}, needs={}, prepared={}, traces={}, stacks=self.stacks)
         return replace(self, step=step, _known=shared)
 
     def plan_of(self, policy: Policy | Plan) -> Plan:
@@ -157,16 +167,69 @@ class StepSimulator:
     def memory(self, plan: Plan | None) -> StepMemory:
         """Return what the step needs under a plan. A plan that does nothing counts as none."""
         key = self._key(plan)
+        self._take(key)
         if key not in self._known.memories:
             self._known.memories[key], self._known.reserved[*key, False] = self._simulated(key[1])
         return replace(self._known.memories[key], plan=plan)
+
+    def needs(self, plan: Plan | None) -> StepNeeds:
+        """Return what the step needs under a plan in numbers, without what comes before it."""
+        key = self._key(plan)
+        self._take(key)
+        if key not in self._known.needs:
+            memory = self.memory(plan)
+            self._known.needs[key] = StepNeeds(memory.peak_bytes, self._known.reserved[*key, False], memory.host_bytes)
+        return self._known.needs[key]
+
+    @contextmanager
+    def ahead(self, plans: Iterable[Plan | None], *, in_numbers: bool = False) -> Iterator[None]:
+        """Let a second process simulate the step under plans that are asked for inside, in their order.
+
+        `in_numbers`: only `needs` is asked for, also of a simulator of the same step that shares what this one knows.
+        """
+        if not may_fork():
+            yield
+            return
+        find = self._needs_ahead if in_numbers else self._memory_ahead
+        keys = dict.fromkeys(map(self._key, plans))
+        with work_ahead({key: partial(find, key[1]) for key in keys if self._is_unknown(key)}) as take:
+            self._known.take = take
+            try:
+                yield
+            finally:
+                self._known.take = _take_nothing
+
+    def _is_unknown(self, key: _Key) -> bool:
+        known = self._known
+        return key not in known.memories and key not in known.traces and key not in known.needs
+
+    def _memory_ahead(self, plan: Plan | None) -> _FoundAhead:
+        memory, traced = self.memory(plan), self.trace(self._checked(plan)) if _is_uniform(plan) else None
+        return self.needs(plan), memory, traced
+
+    def _needs_ahead(self, plan: Plan | None) -> _FoundAhead:
+        return self.needs(plan), None, None
+
+    def _take(self, key: _Key) -> None:
+        """Remember what a second process has found."""
+        if not self._is_unknown(key):
+            return
+        found: _FoundAhead | None = self._known.take(key)
+        if found is None:
+            return
+        needs, memory, traced = found
+        self._known.needs[key], self._known.reserved[*key, False] = needs, needs.reserved_bytes
+        if memory is not None:
+            self._known.memories[key] = memory
+        if traced is not None:
+            self._known.traced(key, lambda: traced)
 
     def reserved_bytes(self, plan: Plan | None, *, expands: bool = False) -> int:
         """Return what torch's allocator holds of the device when a training with this step begins.
 
         `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On a CPU it holds what is allocated.
         """
-        before, peak, is_cuda = self.prepare(), self.memory(plan).peak_bytes, self.device.is_cuda
+        before, peak, is_cuda = self.prepare(), self.needs(plan).peak_bytes, self.device.is_cuda
         if before is not None:
             return max(peak, before.peak_bytes) + (unplayed_bytes(self.device) if is_cuda else 0)
         key = *self._key(plan), expands and is_cuda
@@ -177,7 +240,7 @@ class StepSimulator:
     def verdict(self, plan: Plan | None, capacity: Capacity) -> Verdict:
         """Return whether the step fits under a plan, with what comes before it."""
         before = self.prepare()
-        peak = max(self.memory(plan).peak_bytes, 0 if before is None else before.peak_bytes)
+        peak = max(self.needs(plan).peak_bytes, 0 if before is None else before.peak_bytes)
         return judge(peak, self.reserved_bytes(plan) if peak <= capacity.allocated_bytes else 0, capacity)
 
     def held_within(self, plan: Plan | None, limit_bytes: int) -> Held:
@@ -255,6 +318,7 @@ class StepSimulator:
             return self._trace(plan, reuse=None, explains=explains, reuses_slices=False, changed_by=change)
         if explains:
             return self._trace_with_reuse(plan, explains=True)
+        self._take(key)
         return self._known.traced(key, partial(self._trace_with_reuse, plan))
 
     def evaluate(self, plan: Plan | None = None) -> EvaluationMemory:
@@ -531,6 +595,13 @@ class StepSimulator:
 
 
 _Key = tuple[Step, Plan | None]
+# What a second process has found: in numbers, whole, and the step itself if it is one that the planner reads.
+_FoundAhead = tuple[StepNeeds, StepMemory | None, TracedStep | None]
+
+
+def _take_nothing(key: Hashable) -> None:
+    return None
+
 
 _ENGINES: Mapping[str, type[RankTape]] = {
     "ddp": DdpTape,
@@ -549,6 +620,7 @@ class _Known:
 
     plans: dict[Policy | Plan, Plan] = field(default_factory=dict)
     memories: dict[_Key, StepMemory] = field(default_factory=dict)  # Of `memory`.
+    needs: dict[_Key, StepNeeds] = field(default_factory=dict)  # Of `needs`.
     prepared: dict[Step, StepMemory] = field(default_factory=dict)  # Of `prepare`.
     # The last ones, and those of the modes: the planner reads them layer by layer.
     traces: dict[_Key, TracedStep] = field(default_factory=dict)
@@ -559,6 +631,7 @@ class _Known:
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)  # By layer.
     unlike: set[tuple[int, int]] = field(default_factory=set)  # Layers that are like no other. See `CannotReuseError`.
+    take: Take = _take_nothing  # Of `ahead`.
     # What a layer holds on the device, by layer.
     tensors: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
 

@@ -124,6 +124,7 @@ class _FarFrees:
 
     at: int  # Where among the events of the section: they are taken out there.
     row: int  # Of the tape that was traced.
+    section: tuple[Phase, int, int]  # Phase, micro-batch and stack.
     # For each kind of far layer, the slots of its storages, and a traced storage of each. Shared by the first layers
     # that are alike: few of their segments were traced with layers of each kind.
     of_kinds: Mapping[Hashable, tuple[tuple[int, int], ...]]
@@ -166,6 +167,8 @@ class _Expansion:
         self._copied: dict[_Section, _Copied] = {}
         # By phase, micro-batch, stack and kind of layer: see `_FarFrees.of_kinds`.
         self._far_frees: dict[Hashable, dict[Hashable, tuple[tuple[int, int], ...]]] = {}
+        # By phase, micro-batch, stack and layer: what is freed of it besides that, of what only it has made.
+        self._extra_far_frees: dict[Hashable, list[tuple[int, int]]] = {}
         self._freed_outside = set[tuple[int, int, int]]()
 
     def run(self) -> Tape:
@@ -319,8 +322,13 @@ class _Expansion:
             slots = np.flatnonzero(made[representative] >= 0)
             copies: list[int] = []
             for original in made[representative, slots].tolist():
-                copy = self._copy_of(storages[original], path, layer - representative)
-                copies.append(number := numbers.get(copy, len(storages)))
+                storage, number = storages[original], len(storages)
+                if storage.parameter:
+                    copy = self._copied_gradient(storage, path, layer - representative)
+                    number = numbers.get(copy, number)
+                else:
+                    copy = Storage(storage.num_bytes, storage.shape, storage.dtype, storage.category, storage.why)
+                copies.append(number)
                 if number == len(storages):
                     storages.append(copy)
                     looks.append(looks[original])
@@ -328,10 +336,8 @@ class _Expansion:
                     looks[number] = looks[original]
             made[layer, slots] = copies
 
-    def _copy_of(self, storage: Storage, path: str, shift: int) -> Storage:
-        """Return what the skipped layer makes instead: of a gradient, what the tracker has made for it."""
-        if not storage.parameter:
-            return Storage(storage.num_bytes, storage.shape, storage.dtype, storage.category, storage.why)
+    def _copied_gradient(self, storage: Storage, path: str, shift: int) -> Storage:
+        """Return what the tracker has made for the gradient of a skipped layer."""
         name = moved_path(storage.parameter, path, shift)
         found = self._tape.copied_gradients.get(name)
         if found is None or found.num_bytes != storage.num_bytes:
@@ -442,19 +448,25 @@ class _Expansion:
         of_kinds = self._far_frees.setdefault((*section[:3], stack.kinds[layer]), {})
         for other in stack.traced_behind(layer)[1:]:
             of_other = is_far & (owner == other)
-            found = tuple(sorted(zip(slot[of_other].tolist(), storages[of_other].tolist(), strict=True)))
+            freed = sorted(zip(slot[of_other].tolist(), storages[of_other].tolist(), strict=True))
+            self._extra_far_frees[*section[:3], other] = [each for each in freed if self._storages[each[1]].is_extra]
+            found = tuple(each for each in freed if not self._storages[each[1]].is_extra)
             known = of_kinds.setdefault(stack.kinds[other], found)
             if [each for each, _ in known] != [each for each, _ in found]:
                 raise CannotReuseError("a layer frees other things of equal far ones")
         if (owner[is_far] > stack.traced_behind(layer)[-1]).any():
             raise CannotReuseError("a layer frees what another segment has made")
-        return rows[~is_far], _FarFrees(int(at[0]), int(rows[at[0]]), of_kinds)
+        return rows[~is_far], _FarFrees(int(at[0]), int(rows[at[0]]), section[:3], of_kinds)
 
     def _with_far_frees(self, part: _Part, far: _FarFrees, number: int, layer: int, shift: int = 0) -> _Part:
         """Put it into the section of that layer, or of one that it represents."""
         stack = self._stacks[number]
         try:
-            frees = [(other, *free) for other in stack.far_behind(layer) for free in far.of_kinds[stack.kinds[other]]]
+            frees = [
+                (other, *free)
+                for other in stack.far_behind(layer)
+                for free in (*far.of_kinds[stack.kinds[other]], *self._extra_far_frees.get((*far.section, other), ()))
+            ]
         except KeyError:
             raise CannotReuseError("segments of equal layers differ") from None
         layers, slots, like = np.array(frees, dtype=np.int64).reshape(-1, 3).T

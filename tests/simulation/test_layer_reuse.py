@@ -173,6 +173,14 @@ def test_a_segment_lets_go_of_the_proof_of_layers_that_are_not_traced() -> None:
     assert_equal(once, whole)
 
 
+def test_segments_are_cut_though_the_last_one_makes_more_for_its_proof() -> None:
+    """The last layer of a kind is held to the original. The segment's first layer frees what that makes."""
+    with mock.patch.object(StepSimulator, "_trace", autospec=True, side_effect=StepSimulator._trace) as traced:
+        once, whole = both(model("llama", 22), "full", replace(STEP, is_proven=True), segment_size=8)
+    assert [call.kwargs["reuse"] is not None for call in traced.call_args_list] == [True, False]
+    assert_equal(once, whole)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "phimoe"])
 @pytest.mark.parametrize("sharding", [Sharding(), Sharding(engine="zero3", world_size=4)], ids=["whole", "zero3"])
 @pytest.mark.sweep
