@@ -98,6 +98,8 @@ class _KeptOutput:
     """Of the tensors that it was fed."""
     fingerprints: Sequence[Fingerprint]
     """Of the same tensors, in a call that is proven."""
+    num_saved: int
+    """How many tensors autograd had saved before it was kept."""
 
 
 class KeptOutputs:
@@ -126,7 +128,8 @@ class KeptOutputs:
         self._turn = coverage.turns.randrange(TURNS)
         self._operators: frozenset[CallId] = frozenset()
         self.entries: dict[CallId, _KeptOutput] = {}
-        self._num_needed = 0
+        self.saved: list[Any] = []
+        """Has an item for each tensor that autograd has saved so far: recomputation comes to the last of them."""
         # Adapted layers that were taken as a whole, whether or not anything of them is kept: their rank, and columns,
         # dtype and device of what they returned.
         self.adapted: dict[CallId, tuple[int, int, torch.dtype, torch.device]] = {}
@@ -152,7 +155,8 @@ class KeptOutputs:
         reads_late = self._is_whole or len(self.entries) % TURNS == self._turn
         of_fed, fingerprints = self._sums_of_fed(kind, fed, reads_late)
         shapes = [tensor.shape for tensor in fed]
-        self.entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, of_fed, fingerprints)
+        num_saved = len(self.saved)
+        self.entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, of_fed, fingerprints, num_saved)
 
     def _sums_of_fed(
         self, kind: OperatorKind, fed: list[Tensor], reads_late: bool = True
@@ -166,23 +170,13 @@ class KeptOutputs:
             return [each.hash for each in found], found
         return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), ()
 
-    def noting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return `pack`, which autograd calls for what it saves, noting that recomputation comes at least to there."""
-        entries = self.entries
-
-        def note_and_pack(tensor: Tensor) -> Any:
-            self._num_needed = len(entries)
-            return pack(tensor)
-
-        return note_and_pack
-
     def finish(self) -> None:
         """End the forward: let go what the region wrote to or no recomputation comes to; the keeper gets the rest."""
-        numbers = list(self.entries)
-        self._operators = frozenset(numbers[: self._num_needed])
-        self._unneeded = set(numbers[self._num_needed :])
+        num_saved = len(self.saved)
+        self._unneeded = {number for number, each in self.entries.items() if each.num_saved == num_saved}
         for number in self._unneeded:
             del self.entries[number]
+        self._operators = frozenset(self.entries)
         if self._values is not None or not self._coverage.knows((self._setting, self._operators)):
             looks = [_Look(number, 0, False, each.sums, self._sums_of(each)) for number, each in self.entries.items()]
             # The host waits for a device once.
