@@ -91,7 +91,7 @@ with _feature("Tiles", instead="Leave tiles out of the policy."):
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph_of_backward
 
 with _feature(
-    "Exchanging the saved-tensor hooks of a region (a layer around its attention, selective modes, tiles)",
+    "Exchanging the saved-tensor hooks of a region (a layer around its attention, tiles)",
     instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
 ) as HOOKS:
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import GraphExecGroup, set_checkpoint_early_stop
 
+import hf_ckpt
 from hf_ckpt.errors import RecomputationError
 from hf_ckpt.regions import saved_tensors
 from hf_ckpt.regions.recompute import recompute
+from tests import exactness, modes, zoo
 
 
 class Reads(torch.autograd.Function):
@@ -184,3 +186,25 @@ def test_other_tensors_than_in_the_forward_stop_the_backward(
 
     with pytest.raises(RecomputationError, match=message):
         recompute(unsteady, inputs).sum().backward()
+
+
+@pytest.mark.parametrize("mode", modes.REGIONS)
+def test_later_steps_leave_no_cycles_behind(mode: str) -> None:
+    case = exactness.build("llama", num_layers=3)
+    expected = cycles_of_a_step(case)
+    policy, options = modes.REGIONS[mode]
+    with hf_ckpt.apply(case.model, policy, **options):
+        assert cycles_of_a_step(case) == expected
+
+
+def cycles_of_a_step(case: zoo.Case) -> int:
+    """Return how many objects are in cycles after a step that is like those before it."""
+    for _ in range(4):
+        exactness.step(case)
+    gc.collect()
+    gc.disable()
+    try:
+        exactness.step(case)
+        return gc.collect()
+    finally:
+        gc.enable()

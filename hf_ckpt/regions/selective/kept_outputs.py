@@ -147,7 +147,7 @@ class KeptOutputs:
             return
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         detach = Tensor.clone if number in self._coverage.copied_calls else Tensor.detach
-        detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
+        detached = _with_others(detach, output)
         tensors = _tensors_of(detached)
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         fed = fed_tensors(kind, args)
@@ -354,6 +354,16 @@ _ON_HOST = frozenset({int, bytes})
 
 def _tensors_of(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else list(nested_tensors_in(output))
+
+
+def _with_others(change: Callable[[Tensor], Any], output: Any) -> Any:
+    """Return what an operator returned, with other tensors."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if type(output) is tuple:
+        # torch's own way through nested values takes as long as some operators, and leaves cycles behind.
+        return tuple([_with_others(change, each) for each in output])
+    return tree_map_only(Tensor, change, output) if isinstance(output, tuple | list | dict) else output
 
 
 def _handed_over(keeper: Keeper, tensor: Tensor) -> _KeeperHandle:
