@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -78,3 +79,41 @@ def test_a_weight_says_where_a_layer_computes(given: list[Sequence[Any]]) -> Non
 def test_a_device_that_was_not_used_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(_initialized=False))
     assert RandomState.of(torch.ones(1, device=DEVICE)).devices == ()
+
+
+def test_a_block_draws_what_was_drawn_on_the_device_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, later = torch.zeros(1), torch.ones(1)
+    states = [start]
+
+    def set_states(devices: Sequence[int], wanted: Sequence[torch.Tensor], device_type: str) -> None:
+        assert (list(devices), device_type) == ([0], "cuda")
+        states[:] = wanted
+
+    # torch leaves the generators of meta alone.
+    monkeypatch.setattr(execution_state, "_accelerator_type", lambda: "cuda")
+    module = torch.get_device_module("cuda")
+    monkeypatch.setattr(module, "get_rng_state", lambda device: states[0])
+    monkeypatch.setattr(module, "set_rng_state", lambda state, device: states.__setitem__(0, state), raising=False)
+    monkeypatch.setattr(execution_state, "set_device_states", set_states)
+    found = RandomState.of()
+    states[0] = later
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with found.brought_back():
+        assert states[0] is start
+        torch.rand(1)
+        states[0] = torch.full((1,), 2.0)
+    assert states[0] is later
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_generators_of_the_host_go_on_where_nothing_was_drawn(host: bool) -> None:
+    random.seed(0)
+    found = RandomState.of()
+    first, second = random.random(), random.random()
+    random.seed(0)
+    random.random()
+    with found.brought_back(host=host):
+        assert random.random() == (first if host else second)
+    assert random.random() == second
