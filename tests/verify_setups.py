@@ -10,20 +10,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.regions import recompute
+from hf_ckpt.regions.execution_state import RandomState
+from tests.planted import random_state_left
 
 
 def lose_random_state_in_process_1(model: nn.Module) -> None:
     """Let process 1, and only that, recompute with other random numbers."""
     if os.environ["RANK"] == "1":
-        recompute.checkpoint = _without_random_state  # type: ignore[attr-defined]
-
-
-def _without_random_state(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(function, *args, **{**kwargs, "preserve_rng_state": False})
+        RandomState.brought_back = random_state_left  # type: ignore[method-assign]
 
 
 class _Wrapping:

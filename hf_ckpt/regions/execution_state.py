@@ -329,10 +329,10 @@ class RandomState:
     @classmethod
     def of(cls, *values: Any) -> RandomState:
         """Read the states; of the devices, those on which tensors in `values` lie, or else the current one."""
-        devices = _devices_in_use(*values)
-        module = torch.get_device_module(_accelerator_type())
-        states = tuple(module.get_rng_state(device) for device in devices)
-        return cls(torch.get_rng_state(), tuple(device.index for device in devices), states, _accelerator_type())
+        kind = _accelerator_type()
+        devices = _devices_in_use(kind, values)
+        states = tuple(torch.get_device_module(kind).get_rng_state(device) for device in devices)
+        return cls(torch.get_rng_state(), tuple(device.index for device in devices), states, kind)
 
     def restore(self) -> None:
         """Set the generators to this state."""
@@ -364,11 +364,22 @@ class RandomState:
                 found.restore()
 
     @contextmanager
-    def brought_back(self) -> Iterator[None]:
-        """Let the block draw what was drawn from this state on, and nothing after it notice."""
-        with self.kept():
-            self.restore()
-            yield
+    def brought_back(self, *, host: bool = True) -> Iterator[None]:
+        """Let the block draw what was drawn from this state on, and nothing after it notice.
+
+        Without `host` Python's and numpy's generators go on from where they are.
+        """
+        devices = list(self.devices)
+        forked = torch.random.fork_rng(devices, device_type=self.device_type) if devices else nullcontext()
+        with HostRandomState.put_back(self.host if host else None), forked:
+            cpu = torch.get_rng_state()
+            try:
+                torch.set_rng_state(self.cpu)
+                if devices:
+                    set_device_states(devices, list(self.device_states), device_type=self.device_type)
+                yield
+            finally:
+                torch.set_rng_state(cpu)
 
 
 @dataclass(frozen=True)
@@ -380,7 +391,9 @@ class AutocastState:
     @classmethod
     def now(cls) -> AutocastState:
         """Read the state."""
-        types = dict.fromkeys(("cpu", _accelerator_type()))
+        accelerator = _accelerator_type()
+        has_own = accelerator != "cpu" and torch.amp.is_autocast_available(accelerator)
+        types = ("cpu", accelerator) if has_own else ("cpu",)
         return cls(
             tuple(
                 (
@@ -397,9 +410,12 @@ class AutocastState:
         """Return the same state in which casts of weights are not kept for the next use."""
         return AutocastState(tuple((kind, enabled, dtype, False) for kind, enabled, dtype, _ in self.settings))
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[Any]:
         """Set autocast to this state while the block runs."""
+        return nullcontext() if AutocastState.now().settings == self.settings else self._set()
+
+    @contextmanager
+    def _set(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device_type, enabled, dtype, cache in self.settings:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
@@ -517,27 +533,10 @@ def _exchange(now: Sequence[Any], new: Sequence[Any], pop: Callable[[], Any], pu
         push(mode)
 
 
-def device_witnesses(tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Tensor]:
-    """Return a tensor of no elements on each device that a call may draw on and that none of `tensors` lies on.
-
-    torch's checkpoint brings back the random state of the devices of its tensor arguments, and of no others. The inputs
-    of a layer below the first adapter are no such arguments where they come by keyword, so that its dropout would draw
-    other masks on a GPU: wrong gradients at the same loss.
-
-    Args:
-        tensors: that the checkpoint is given.
-        others: what else the call is given, and a weight of what it runs: under a `device_map` it may lie elsewhere.
-    """
-    known = {tensor.device for tensor in tensors}
-    return [torch.empty(0, device=device) for device in _devices_in_use(*tensors, *others) if device not in known]
-
-
-def _devices_in_use(*values: Any) -> list[torch.device]:
+def _devices_in_use(kind: str, values: Sequence[Any]) -> list[torch.device]:
     """Return the devices whose generators a call may use: those of the tensors in `values`, else the current one."""
-    kind = _accelerator_type()
-    module = torch.get_device_module(kind)
     # A device that has not been used yet has no state to read; MPS has none that could be read by device.
-    if kind == "cpu" or not getattr(module, IS_USED, False):
+    if kind == "cpu" or not getattr(module := torch.get_device_module(kind), IS_USED, False):
         return []
     # The current device is another one in the backward, whose threads have one each: it counts where nothing else says.
     devices = {tensor.device for value in values for tensor in tensors_in(value) if tensor.device.type == kind}

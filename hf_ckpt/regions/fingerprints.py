@@ -534,7 +534,7 @@ def bit_sums(
             if not (address := tensor.data_ptr()):
                 found.append(0)
                 continue
-            memory = (c_char * size).from_address(address)
+            memory = _array_of(size).from_address(address)
             found.append(memory.raw if size <= _AS_THEY_ARE else crc32(memory))
         elif is_plain(tensor):
             # Without modes there is nobody to hide it from: no kernel of ours stands for these operators.
@@ -544,6 +544,12 @@ def bit_sums(
             # A simulated step has no values. What takes time here is in `Device.selective_seconds`.
             found.append(tensor.new_empty((), dtype=torch.int64) if is_late else 0)
     return found
+
+
+@lru_cache(maxsize=256)
+def _array_of(size: int) -> Any:
+    # ctypes makes a class for each size, and forgets it as soon as cycles are collected.
+    return c_char * size
 
 
 def _bit_sum(tensor: Tensor, is_whole: bool, is_sparse: bool) -> BitSum:

@@ -11,7 +11,7 @@ from torch.distributed import DistError
 from torch.utils.checkpoint import CheckpointError
 
 from hf_ckpt.errors import RecomputationError, shortened
-from hf_ckpt.upstream.torch import UNPACKED_BEFORE, is_out_of_memory
+from hf_ckpt.upstream.torch import is_out_of_memory
 
 # Other modes for the layer of a region, each with the modules that it recomputes of the region's, by name.
 OtherModes = Mapping[str, Sequence[str]]
@@ -25,7 +25,6 @@ _NOT_REPEATED = (
     "A branch that is taken differently, a router, or something that the first run has left behind, so that it is not "
     "computed again (functools.cache, an attribute of no module), would explain it."
 )
-_UNPACKED = "A kernel in it reads ctx.saved_tensors twice in its backward: read them once, into a variable."
 _USED_UP = "An iterator or generator that the forward has used up would explain it: make it in the forward."
 _TAKEN_OUT = (
     "Something that the forward has taken out of it (pop), or that stands there during the forward only, would explain "
@@ -70,8 +69,9 @@ def recomputation_error(
     if isinstance(error, CheckpointError):
         inside = differs_in
         place = f" What differs is in {inside}." if inside else ""
+        # A layer may have torch's own checkpoint inside.
         what = f"does not repeat its forward there: {said.removeprefix('torch.utils.checkpoint: ')}.{place}"
-        cause = _UNPACKED if UNPACKED_BEFORE in said else _NOT_REPEATED
+        cause = _NOT_REPEATED
     else:
         inside = module_that_raised(error, module)
         raised = ": ".join(filter(None, (type(error).__name__, said)))

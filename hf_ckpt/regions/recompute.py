@@ -10,18 +10,16 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import weakref
 from collections import UserDict
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions.arguments import GivenBits, GivenState, is_cache, is_filled
@@ -30,14 +28,11 @@ from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
     ForwardContext,
     Function,
-    HostRandomState,
     RandomState,
-    device_witnesses,
     is_in_backward,
     is_recomputed,
     keeps_activations,
     module_of,
-    recomputing,
     refuse_transforms,
     started_again,
     tensors_in,
@@ -46,25 +41,12 @@ from hf_ckpt.regions.execution_state import (
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.regions.recomputation_errors import is_for_others
-from hf_ckpt.upstream.torch import (
-    ALLOWS_NO_HOOKS,
-    HOOKS,
-    REPEATED_UNPACKS,
-    UNPACKED_BEFORE,
-    GraphExecGroup,
-    has_compiled,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    top_saved_tensors_hooks,
-    tree_map_only,
-)
+from hf_ckpt.regions.saved_tensors import NO_CONTEXTS, Checkpoint, Contexts, GradientInside, hooks_exchanged
+from hf_ckpt.upstream.torch import ALLOWS_NO_HOOKS, tree_map_only
 from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
-
-
-Pack = Callable[[Tensor], Any]
 
 
 def recompute(function: Function, *args: Any, proof: RegionProof | None = None) -> Any:
@@ -110,154 +92,20 @@ def run_checkpointed(
     call: Call,
     run: Function,
     tensors: Sequence[Any],
-    noting: Callable[[Pack], Pack] | None = None,
-    **options: Any,
+    saved: list[Any] | None = None,
+    contexts: Contexts = NO_CONTEXTS,
 ) -> Any:
-    """Run `run(*tensors)`, which runs `call`, under torch's checkpoint; to the end again where `proof` needs that.
+    """Run `run(*tensors)`, which runs `call`, and again in backward; to the end where `proof` needs that.
 
-    `noting` takes what packs each tensor that autograd saves in the forward, and returns what to call in its place.
-    Raises `GradientInside`: see `holding_if_needed`.
+    `saved` and `contexts`: see `Checkpoint`. Raises `GradientInside`: see `holding_if_needed`.
     """
     # Entered before the checkpoint reads the state of the generators.
     with ConcurrentRun():
         if proof is not None:
-            options["early_stop"] = not proof.runs_to_end
             run = partial(proof.run, run)
-        witnesses = device_witnesses(tensors, call.others)
-        forward = _Forward(run, call.state, proof, len(witnesses), noting)
-        given = (*witnesses, *tensors)
-        return forward.end(checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True, **options))
-
-
-class _Forward:
-    """The function of a checkpoint. Holds an error of its forward back until torch has left the checkpoint.
-
-    Before 2.13 torch leaves it only when the error's traceback is gone. Until then the checkpoint's hooks take what
-    others save; then the hooks that are innermost at that moment are removed, whosever they are.
-
-    If a forward of the region, whose `state` it gets, takes gradients inside of itself, what is saved is there until it
-    ends. What torch raises where a saved tensor is asked for is explained; a tensor that is asked for again, as by a
-    kernel that reads `ctx.saved_tensors` twice, is computed again.
-    """
-
-    def __init__(
-        self,
-        run: Function,
-        state: CallState,
-        proof: CallProof | None,
-        num_witnesses: int,
-        noting: Callable[[Pack], Pack] | None,
-    ) -> None:
-        self._run = run
-        self._noting = noting
-        self._state = state
-        self._proof = proof
-        self._num_witnesses = num_witnesses
-        self._is_forward = True
-        self._host_random: HostRandomState | None = None
-        self._error: BaseException | None = None
-        self._again: Any = None
-
-    def __call__(self, *given: Any) -> Any:
-        tensors = given[self._num_witnesses :]
-        if not self._is_forward:
-            # As torch's generators, which its checkpoint brings back. If the forward drew nothing from them, what is
-            # kept of it (`_ModuleOutputs`) may still set them.
-            with recomputing(), HostRandomState.put_back(self._host_random), _packed_directly():
-                return self._run(*tensors)
-        if self._host_random is not None:
-            # The generators are as they were when the forward began: torch has brought its own back.
-            self._host_random.restore()
-            raise GradientInside(RandomState.of(*given))
-        self._host_random = HostRandomState.now()
-        try:
-            with self._own_hooks(), held_saved_tensors() if self._state.takes_gradients else nullcontext():
-                return self._run(*tensors)
-        except BaseException as error:  # noqa: BLE001  # `end` raises it
-            self._error = error
-
-    def _own_hooks(self) -> AbstractContextManager[None]:
-        """Have what a block saves noted, and `_unpack` called where it is asked for."""
-        # Explaining can be done without; noting what is saved cannot.
-        is_off = HOOKS.gone and self._noting is None
-        # Without gradients the innermost hooks are not torch's checkpoint's.
-        hooks = None if is_off or not torch.is_grad_enabled() else top_saved_tensors_hooks(False)
-        if hooks is None:
-            return nullcontext()
-        pack, unpack = hooks
-        return hooks_exchanged(self._noting(pack) if self._noting else pack, partial(self._unpack, unpack))
-
-    def _unpack(self, unpack: Callable[[Any], Tensor], packed: Any) -> Tensor:
-        try:
-            return unpack(packed)
-        except CheckpointError as error:
-            if UNPACKED_BEFORE not in str(error) or REPEATED_UNPACKS.gone:
-                self._explain(error)
-        try:
-            if self._again is not None:
-                # One more recomputation gives all that is asked for a second time.
-                with suppress(CheckpointError), self._again:
-                    return unpack(packed)
-            with GraphExecGroup() as self._again:
-                return unpack(packed)
-        except CheckpointError as error:
-            self._explain(error)
-
-    def _explain(self, error: CheckpointError) -> NoReturn:
-        self._state.explain(error, differs_in=None if self._proof is None else self._proof.differs_in)
-
-    def end(self, returned: Any) -> Any:
-        """Return what the forward returned, or raise what it raised."""
-        self._is_forward = False
-        if HostRandomState.now() is self._host_random:
-            # Nothing was drawn from them.
-            self._host_random = None
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                # Its traceback has this object, and with it all that the forward has made.
-                self._error = None
-        return returned
-
-
-@contextmanager
-def hooks_exchanged(*own: Any) -> Iterator[None]:
-    """Put other saved-tensor hooks in the place of the innermost ones for the block; none take those away."""
-    # The public `saved_tensors_hooks` can only be stacked: hooks on top would hide the tensors from hooks that the user
-    # placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
-    found = top_saved_tensors_hooks(False)
-    pop_saved_tensors_hooks()
-    if own:
-        push_saved_tensors_hooks(*own)
-    try:
-        yield
-    finally:
-        if own:
-            pop_saved_tensors_hooks()
-        push_saved_tensors_hooks(*found)
-
-
-def _packed_directly() -> AbstractContextManager[None]:
-    """Have what a recomputation saves packed without asking torch's compiler out of the way, where it has no work."""
-    # torch from 2.13 on asks it so for each tensor, in Python, which shows where tensors are small.
-    hooks = None if HOOKS.gone or has_compiled() else top_saved_tensors_hooks(False)
-    directly = None if hooks is None else getattr(hooks[0], "__wrapped__", None)
-    return nullcontext() if hooks is None or directly is None else hooks_exchanged(directly, hooks[1])
-
-
-# --- Gradients that a forward takes inside of itself. ---
-
-
-class GradientInside(BaseException):
-    """A forward takes a gradient inside of itself, of what its region has let go. No error: code inside is to miss it.
-
-    Test-time training and energy blocks do so. `random_state` is that of when the forward began.
-    """
-
-    def __init__(self, random_state: RandomState) -> None:
-        super().__init__("a forward takes a gradient inside of itself")
-        self.random_state = random_state
+        if not torch.is_grad_enabled():
+            return run(*tensors)
+        return Checkpoint(run, call.state, proof, contexts).forward(tensors, call.others, saved)
 
 
 def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
@@ -276,39 +124,6 @@ def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
     random_state.restore()
     with started_again():
         return run()
-
-
-@contextmanager
-def held_saved_tensors() -> Iterator[None]:
-    """Hold what autograd saves in the block until its end, besides what the region's hooks make of it."""
-    pack, unpack = top_saved_tensors_hooks(False)
-    held: list[weakref.ref[_Held]] = []
-
-    def pack_and_hold(tensor: Tensor) -> _Held:
-        # Detached: a node that holds its own output would keep itself alive for ever.
-        found = _Held(pack(tensor), tensor.detach())
-        held.append(weakref.ref(found))
-        return found
-
-    def unpack_held(found: _Held) -> Tensor:
-        tensor: Tensor = unpack(found.packed) if found.tensor is None else found.tensor
-        return tensor
-
-    try:
-        with hooks_exchanged(pack_and_hold, unpack_held):
-            yield
-    finally:
-        for each in held:
-            if (found := each()) is not None:
-                found.tensor = None
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Held:
-    """What hooks have made of a tensor, and the tensor as long as it is held."""
-
-    packed: Any
-    tensor: Tensor | None
 
 
 def run_region(region: Function, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
@@ -661,32 +476,3 @@ def belongs_to_graph(place: int | str, value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     return value.requires_grad or (isinstance(place, int) and value.is_floating_point())
-
-
-def save_inputs(tensors: Sequence[Tensor]) -> Tensor:
-    """Hand tensors that a region starts from to autograd, before the region runs. Saved-tensor hooks see them now.
-
-    Returns a token of no elements whose node holds the others: whoever keeps it keeps them; see `saved_behind`.
-    """
-    # The first argument makes autograd create a node that holds the others, even if none of them needs a gradient.
-    token: Tensor = _SaveForBackward.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
-    return token
-
-
-def saved_behind(token: Tensor) -> list[Tensor]:
-    """Return the tensors that a token of `save_inputs` keeps."""
-    node: Any = token.grad_fn
-    return list(node.saved_tensors)
-
-
-class _SaveForBackward(torch.autograd.Function):
-    """Its node never runs; it only holds the tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, node_maker: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return (tensors[0] if tensors else node_maker).new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        raise AssertionError("the output of _SaveForBackward is in no graph")

@@ -46,17 +46,8 @@ from hf_ckpt.regions.execution_state import (
     tensors_in,
     untransformed,
 )
-from hf_ckpt.regions.recompute import (
-    Call,
-    GradientInside,
-    held_saved_tensors,
-    holding_if_needed,
-    run_checkpointed,
-    run_watched,
-    save_inputs,
-    saved_behind,
-    split_call,
-)
+from hf_ckpt.regions.recompute import Call, holding_if_needed, run_checkpointed, run_watched, split_call
+from hf_ckpt.regions.saved_tensors import GradientInside, held_saved_tensors, save_inputs, saved_behind
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof

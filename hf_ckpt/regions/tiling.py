@@ -43,7 +43,8 @@ from hf_ckpt.regions.execution_state import (
     refuse_transforms,
 )
 from hf_ckpt.regions.module_state import gradient_hooks_away, gradient_hooks_put_back
-from hf_ckpt.regions.recompute import Call, original_forward, recompute, save_inputs, saved_behind
+from hf_ckpt.regions.recompute import Call, original_forward, recompute
+from hf_ckpt.regions.saved_tensors import save_inputs, saved_behind
 from hf_ckpt.regions.tile_checks import (
     DroppedGraph,
     PositionsAlone,

@@ -48,7 +48,7 @@ from hf_ckpt.regions.fingerprints import (
 )
 from hf_ckpt.regions.recomputation_errors import module_that_raised
 from hf_ckpt.regions.selective.dispatch import selection_paused
-from hf_ckpt.upstream.torch import StopRecomputation, current_graph_task_id, hidden_from_modes, queue_callback
+from hf_ckpt.upstream.torch import current_graph_task_id, hidden_from_modes, queue_callback
 
 logger = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ class CallProof:
             self.original.before_recomputation(tensors)
         try:
             returned, run = self._run(function, tensors, modules)
-        except (AllRecomputed, StopRecomputation):
+        except AllRecomputed:
             # If it does not run to the end.
             if self._forward is not None:
                 self.finish(self._find_fault_inside(self._forward, modules))

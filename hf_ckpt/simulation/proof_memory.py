@@ -15,15 +15,9 @@ from torch import Tensor, nn
 
 from hf_ckpt.regions.execution_state import Function, module_of
 from hf_ckpt.regions.fingerprints import Fingerprint, checksum_scratch_bytes, scratch_bytes
-from hf_ckpt.regions.recompute import hooks_exchanged
 from hf_ckpt.regions.value_proof import CallProof, RegionProof
 from hf_ckpt.simulation.tracker import Tracker
-from hf_ckpt.upstream.torch import (
-    RECOMPUTATION_HOOK,
-    DisableTorchFunction,
-    top_saved_tensors_hooks,
-    tree_leaves,
-)
+from hf_ckpt.upstream.torch import DisableTorchFunction, tree_leaves
 
 _HASH_BYTES = 8
 _SKETCH_BYTES = 4 * 65
@@ -43,23 +37,23 @@ class SimulatedCallProof(CallProof):
         self._tracker = tracker
         self._of_forward = _Fingerprints()
         self._of_original = _Fingerprints()
-        self._num_saved: int | None = None
+        self._has_run = False
 
     def run(self, function: Function, *tensors: Any) -> Any:
         """See `CallProof`."""
-        is_forward = self._num_saved is None
+        is_forward = not self._has_run
         if not is_forward and self.original is not None:
             self.original.before_recomputation(tensors)
         found = self._of_forward if is_forward else _Fingerprints()
         try:
-            with self._hooks(found), _counted_saves(self._saved) as num_saved:
+            with self._hooks(found):
                 returned = function(*tensors)
             self._record_fingerprints(found, returned, has_sketch=is_forward)
         finally:
             self._tracker.counts_time = True
-        if is_forward:
-            self._num_saved = len(num_saved)
-        else:
+        # Only now: a forward that takes gradients inside of itself starts again.
+        self._has_run = True
+        if not is_forward:
             self._region.finish_call(None)
         return returned
 
@@ -92,10 +86,6 @@ class SimulatedCallProof(CallProof):
         finally:
             self._tracker.is_extra = found
 
-    def _saved(self, number: int) -> None:
-        if number == self._num_saved:
-            self.after_last_needed()
-
     def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """See `CallProof`; `found` are `_Fingerprints`."""
         if self.runs_to_end:
@@ -117,22 +107,3 @@ class SimulatedCallProof(CallProof):
                 self._tracker.record_owned(_HASH_BYTES, found)
                 if has_sketch and tensor.is_floating_point():
                     self._tracker.record_owned(_SKETCH_BYTES, found)
-
-
-@contextmanager
-def _counted_saves(on_save: Callable[[int], None]) -> Iterator[list[None]]:
-    """Count what autograd saves in the block; yields a list with as many items. `on_save` gets counts."""
-    saved: list[None] = []
-    pack, unpack = top_saved_tensors_hooks(False)
-    # Where torch's checkpoint recomputes, it may have all that it needs in the middle of an operator. A segment reports
-    # that by itself.
-    calls_back = RECOMPUTATION_HOOK in getattr(pack, "__qualname__", "")
-
-    def counting(tensor: Tensor) -> Any:
-        saved.append(None)
-        if calls_back:
-            on_save(len(saved))
-        return pack(tensor)
-
-    with hooks_exchanged(counting, unpack):
-        yield saved

@@ -91,7 +91,7 @@ with _feature("Tiles", instead="Leave tiles out of the policy."):
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph_of_backward
 
 with _feature(
-    "Exchanging the saved-tensor hooks of a region (a layer around its attention, selective modes, tiles)",
+    "Exchanging the saved-tensor hooks of a region (a layer around its attention, tiles)",
     instead='Use mode "full", or "ffn" for layers whose ffn is a module of its own.',
 ) as HOOKS:
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
@@ -124,24 +124,33 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # --- torch.utils.checkpoint. ---
 
-with _feature("Selective recomputation", instead=_OTHER_MODE, of="torch.utils.checkpoint") as _CHECKPOINT:
-    # How torch's checkpoint stops a recomputation that has all that backward needs.
-    from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+with _feature(
+    "Recomputing once for several backwards (torch's GraphExecGroup)",
+    instead="Each of them recomputes for itself.",
+) as GROUPS:
+    from torch._C import _get_graph_exec_group as graph_exec_group
+
+if GROUPS.gone:
+
+    def graph_exec_group() -> Any:  # type: ignore[misc]  # None, always
+        """Say that there is none."""
+
 
 with _feature(
-    "Kernels that read ctx.saved_tensors twice in their backward, in a region that is recomputed,",
-    instead="Read them once, or use segment_size.",
-    of="torch.utils.checkpoint",
-) as REPEATED_UNPACKS:
-    # Recomputes once for whatever is unpacked inside of it.
-    from torch.utils.checkpoint import GraphExecGroup
+    "Saving the inputs of a region without a node of the graph",
+    instead="They are saved by a node, which takes a kilobyte of the device for each region.",
+) as SAVED:
+    from torch._C._autograd import _make_saved_tensor as make_saved_tensor
 
-UNPACKED_BEFORE = "already unpacked once"
-"""In what torch's checkpoint raises when a saved tensor is asked for again (torch 2.11 to 2.14)."""
+_CHECKPOINT = _feature(
+    "Telling layers that checkpoint themselves, and set_checkpoint_early_stop,",
+    instead="Leave torch's own checkpoint and its switches out.",
+    of="torch.utils.checkpoint",
+)
 UNPACK_HOOK = _CHECKPOINT.attribute("unpack_hook")
 """The function in which torch's checkpoint recomputes: when a saved tensor is asked for."""
-RECOMPUTATION_HOOK = _CHECKPOINT.attribute("_recomputation_hook")
-"""In the name of the function that takes what a recomputation of torch's checkpoint saves."""
+STOPS_EARLY = _CHECKPOINT.attribute("_enable_checkpoint_early_stop")
+"""Whether recomputations stop early, where somebody has set that for all of them (`set_checkpoint_early_stop`)."""
 
 # --- Ways to differentiate. ---
 

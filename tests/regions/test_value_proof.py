@@ -23,12 +23,13 @@ from torch.utils.checkpoint import checkpoint
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, PolicyError
 from hf_ckpt.policy.policy import REVOLVE
-from hf_ckpt.regions import fingerprints, recompute, segments, value_proof
+from hf_ckpt.regions import fingerprints, recompute, saved_tensors, segments, value_proof
 from hf_ckpt.regions.execution_state import RandomState, is_in_backward
 from hf_ckpt.regions.offload import offloader
 from hf_ckpt.regions.recompute import Call
 from hf_ckpt.regions.selective import kept_outputs, selective_recompute
 from hf_ckpt.regions.selective.kept_outputs import KeptOutputs, _KeeperHandle
+from tests.planted import in_place_of_checkpoint, random_state_left
 from tests.training import llama, lora, rows, trainer, weights
 
 pytestmark = pytest.mark.core
@@ -63,10 +64,7 @@ def backward(model: nn.Module) -> None:
 
 
 def random_state_is_left(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    def careless(*args: Any, **options: Any) -> Any:
-        return checkpoint(*args, **{**options, "preserve_rng_state": False})
-
-    patch.setattr(recompute, "checkpoint", careless)
+    patch.setattr(RandomState, "brought_back", random_state_left)
     patch.setattr(RandomState, "restore", lambda self: None)
 
 
@@ -102,7 +100,7 @@ def _shape(output: object) -> torch.Size | None:
 
 
 def input_is_scaled(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    saved = recompute.saved_behind
+    saved = saved_tensors.saved_behind
     patch.setattr(
         segments, "saved_behind", lambda token: [x * 1.01 if x.is_floating_point() else x for x in saved(token)]
     )
@@ -249,7 +247,7 @@ def inputs_are_detached(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
 
 
 def forward_has_no_graph(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    patch.setattr(recompute, "checkpoint", lambda *args, **_: checkpoint(*args, use_reentrant=True))
+    in_place_of_checkpoint(patch, lambda *args, **_: checkpoint(*args, use_reentrant=True))
 
 
 LIBRARY: dict[str, tuple[Plant, tuple[str, ...], str]] = {

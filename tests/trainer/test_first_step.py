@@ -27,6 +27,7 @@ from hf_ckpt.regions import execution_state
 from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import POLICIES, every_core_model
+from tests.planted import in_place_of_checkpoint, not_checkpointed
 from tests.training import During, arguments, callback, changed, llama, lora, losses, rows, trainer, weights
 
 pytestmark = pytest.mark.core
@@ -68,11 +69,6 @@ SWITCHED_OFF = (
 SWITCHED_ON = "Another library's activation checkpointing is on too. Turn it off."
 
 
-def not_checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Stands in torch's place: a checkpoint function that keeps everything."""
-    return function(*args)
-
-
 def test_recomputation_that_does_not_happen_is_named_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
@@ -80,7 +76,7 @@ def test_recomputation_that_does_not_happen_is_named_by_layer(monkeypatch: pytes
         calls.append(function)
         return function(*args) if len(calls) in (2, 3) else checkpoint(function, *args, **options)
 
-    monkeypatch.setattr("hf_ckpt.regions.recompute.checkpoint", lost_in_the_middle)
+    in_place_of_checkpoint(monkeypatch, lost_in_the_middle)
     assert faults(llama(), "full") == [
         'Layers 1, 2 of model.layers are set to "full", but a forward ran once in step 1 (twice expected). '
         + SWITCHED_OFF
@@ -89,7 +85,7 @@ def test_recomputation_that_does_not_happen_is_named_by_layer(monkeypatch: pytes
 
 @pytest.mark.parametrize("part", ["attention", "ffn"])
 def test_part_that_is_not_recomputed_is_named(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    monkeypatch.setattr("hf_ckpt.regions.recompute.checkpoint", not_checkpointed)
+    in_place_of_checkpoint(monkeypatch, not_checkpointed)
     assert faults(llama(), {"mode": part, "layers": -1}) == [
         f'Layer 3 of model.layers is set to "{part}", but the forward of {part} ran once in step 1 (twice expected). '
         + SWITCHED_OFF
@@ -480,7 +476,7 @@ def hooked(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["full", "attention", "ffn", "segments_2"])
 def test_apply_names_a_plan_without_effect_and_leaves_no_hook(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_ckpt.regions.recompute.checkpoint", not_checkpointed)
+    in_place_of_checkpoint(monkeypatch, not_checkpointed)
     monkeypatch.setattr("hf_ckpt.regions.segments.saved_tensors_hooks", lambda *hooks: contextlib.nullcontext())
     model = llama().train()
     mode, options = POLICIES[policy]
@@ -724,7 +720,7 @@ def test_every_layer_is_named_when_none_is_recomputed(
 ) -> None:
     torch.manual_seed(0)
     case = _build(model_type)
-    monkeypatch.setattr("hf_ckpt.regions.recompute.checkpoint", not_checkpointed)
+    in_place_of_checkpoint(monkeypatch, not_checkpointed)
     found = faults(case.model, policy, lambda model: backward(model, **case.inputs))
     named = [len(re.match(r"Layers? ([\d, ]+) of", fault).group(1).split(", ")) for fault in found]
     with hf_ckpt.apply(case.model, policy) as applied:

@@ -20,13 +20,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.regions import recompute, segments, tiling
+from hf_ckpt.regions import segments, tiling
 from hf_ckpt.regions.execution_state import AutocastState, is_in_backward
 from hf_ckpt.regions.head import chunked_loss
 from hf_ckpt.regions.held_state import HeldState
 from hf_ckpt.verify import localize
 from hf_ckpt.verify.compare import HALF_TOLERANCE
 from tests import small_recipes, verifying, zoo
+from tests.planted import in_place_of_checkpoint, not_checkpointed
 from tests.verifying import failed
 
 pytestmark = pytest.mark.slow
@@ -59,10 +60,6 @@ def checkpoint_with(**changed: Any) -> Callable[..., Any]:
         return checkpoint(function, *args, **{**kwargs, **changed})
 
     return run
-
-
-def in_place_of_checkpoint(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
-    monkeypatch.setattr(recompute, "checkpoint", run)
 
 
 def with_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -134,7 +131,7 @@ def test_adapter_that_is_left_out_of_the_forward(tmp_path: Path) -> None:
 
 
 def test_plan_that_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    in_place_of_checkpoint(monkeypatch, lambda function, *args, **kwargs: function(*args))
+    in_place_of_checkpoint(monkeypatch, not_checkpointed)
     details = failed(report(tmp_path, **FULL))
     assert details.keys() == {"forward counts", "plan in force"}
     assert details["forward counts"].startswith("The plan did nothing on layers 0 to 1 of model.layers")

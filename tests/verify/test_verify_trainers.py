@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.regions import recompute
+from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.verify.report import Report
 from hf_ckpt.verify.run import verify
 from tests import small_recipes
+from tests.planted import random_state_left
 from tests.verifying import ALL, OF_ADAPTER, OF_FULL, failed, of
 
 pytest.importorskip("trl", minversion="1.16")
@@ -47,10 +47,7 @@ def test_reference_is_a_second_model_in_full_fine_tuning(tmp_path: Path) -> None
 
 
 def test_fault_in_a_trainers_own_loss_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function, *args, **{**kwargs, "preserve_rng_state": False})
-
-    monkeypatch.setattr(recompute, "checkpoint", forgetful)
+    monkeypatch.setattr(RandomState, "brought_back", random_state_left)
     found = failed(report(tmp_path, "dpo", num_steps=1, checkpointing={"policy": "full"}))
     assert "gradients" in found
     assert "random state was not preserved" in found["first difference"]

@@ -469,7 +469,6 @@ class OffloadScope:
 
     def pack(self, tensor: Tensor, *, is_made_here: bool = False) -> PackedTensor | StayingTensor:
         """Send a tensor away if that is worth it, and return what autograd keeps. See `Offloader.offload_tensor`."""
-        # Before 2.13 torch's checkpoint saves an empty tensor of its own.
         is_something = self.is_offloaded and tensor.numel() > 0
         sent = self._offloader.offload_tensor(tensor, self, is_made_here=is_made_here) if is_something else None
         return StayingTensor(tensor) if sent is None else sent

@@ -98,6 +98,8 @@ class _KeptOutput:
     """Of the tensors that it was fed."""
     fingerprints: Sequence[Fingerprint]
     """Of the same tensors, in a call that is proven."""
+    num_saved: int
+    """How many tensors autograd had saved before it was kept."""
 
 
 class KeptOutputs:
@@ -126,7 +128,8 @@ class KeptOutputs:
         self._turn = coverage.turns.randrange(TURNS)
         self._operators: frozenset[CallId] = frozenset()
         self.entries: dict[CallId, _KeptOutput] = {}
-        self._num_needed = 0
+        self.saved: list[Any] = []
+        """Has an item for each tensor that autograd has saved so far: recomputation comes to the last of them."""
         # Adapted layers that were taken as a whole, whether or not anything of them is kept: their rank, and columns,
         # dtype and device of what they returned.
         self.adapted: dict[CallId, tuple[int, int, torch.dtype, torch.device]] = {}
@@ -144,7 +147,7 @@ class KeptOutputs:
             return
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         detach = Tensor.clone if number in self._coverage.copied_calls else Tensor.detach
-        detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
+        detached = _with_others(detach, output)
         tensors = _tensors_of(detached)
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         fed = fed_tensors(kind, args)
@@ -152,7 +155,8 @@ class KeptOutputs:
         reads_late = self._is_whole or len(self.entries) % TURNS == self._turn
         of_fed, fingerprints = self._sums_of_fed(kind, fed, reads_late)
         shapes = [tensor.shape for tensor in fed]
-        self.entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, of_fed, fingerprints)
+        num_saved = len(self.saved)
+        self.entries[number] = _KeptOutput(kind, detached, shapes, random_state, sums, of_fed, fingerprints, num_saved)
 
     def _sums_of_fed(
         self, kind: OperatorKind, fed: list[Tensor], reads_late: bool = True
@@ -166,23 +170,13 @@ class KeptOutputs:
             return [each.hash for each in found], found
         return bit_sums(fed, is_whole=self._is_whole, is_sparse=True, reads_late=reads_late), ()
 
-    def noting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return `pack`, which autograd calls for what it saves, noting that recomputation comes at least to there."""
-        entries = self.entries
-
-        def note_and_pack(tensor: Tensor) -> Any:
-            self._num_needed = len(entries)
-            return pack(tensor)
-
-        return note_and_pack
-
     def finish(self) -> None:
         """End the forward: let go what the region wrote to or no recomputation comes to; the keeper gets the rest."""
-        numbers = list(self.entries)
-        self._operators = frozenset(numbers[: self._num_needed])
-        self._unneeded = set(numbers[self._num_needed :])
+        num_saved = len(self.saved)
+        self._unneeded = {number for number, each in self.entries.items() if each.num_saved == num_saved}
         for number in self._unneeded:
             del self.entries[number]
+        self._operators = frozenset(self.entries)
         if self._values is not None or not self._coverage.knows((self._setting, self._operators)):
             looks = [_Look(number, 0, False, each.sums, self._sums_of(each)) for number, each in self.entries.items()]
             # The host waits for a device once.
@@ -360,6 +354,16 @@ _ON_HOST = frozenset({int, bytes})
 
 def _tensors_of(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else list(nested_tensors_in(output))
+
+
+def _with_others(change: Callable[[Tensor], Any], output: Any) -> Any:
+    """Return what an operator returned, with other tensors."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if type(output) is tuple:
+        # torch's own way through nested values takes as long as some operators, and leaves cycles behind.
+        return tuple([_with_others(change, each) for each in output])
+    return tree_map_only(Tensor, change, output) if isinstance(output, tuple | list | dict) else output
 
 
 def _handed_over(keeper: Keeper, tensor: Tensor) -> _KeeperHandle:

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.regions.compiled import recompute_compiled, run_uncompiled
 from hf_ckpt.regions.execution_state import AllRecomputed, Function, refuse_transforms
 from hf_ckpt.regions.recompute import run_checkpointed, run_watched, split_call
+from hf_ckpt.regions.saved_tensors import Contexts
 from hf_ckpt.regions.selective import adapted_layers, dispatch
 from hf_ckpt.regions.selective.adapted_layers import watch_adapted
 from hf_ckpt.regions.selective.dispatch import ACTIVE, DispatchMode, KernelInterception
@@ -54,7 +55,7 @@ from hf_ckpt.regions.selective.save_rules import (
     may_keep,
     operator_kind,
 )
-from hf_ckpt.upstream.torch import DelayedError, StopRecomputation
+from hf_ckpt.upstream.torch import DelayedError
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -149,15 +150,13 @@ def _recompute_eagerly(
 
     def run(call_proof: CallProof | None) -> Any:
         kept = KeptOutputs(keeper, coverage, call.state, setting, call_proof, values)
-        contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
-        return run_checkpointed(call_proof, call, call.run, tensors, kept.noting, context_fn=contexts)
+        contexts = _contexts(coverage, saves, kept, uses_kernels)
+        return run_checkpointed(call_proof, call, call.run, tensors, kept.saved, contexts)
 
     return run_watched(values, function, call, tensors, run)
 
 
-def _contexts(
-    coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool) -> Contexts:
     drive: Callable[..., AbstractContextManager[Any]] = KernelInterception
     if not uses_kernels:
         # A mode can skip no operator until all is proved, and where probabilities are followed.
@@ -316,5 +315,5 @@ class RecomputationRun(_Run):
     def end(self, raised: type[BaseException] | None) -> None:
         """See `RegionRun`."""
         # Torch stops it by an exception once it has what backward needs.
-        if raised is None or issubclass(raised, (StopRecomputation, AllRecomputed)):
+        if raised is None or issubclass(raised, AllRecomputed):
             self._kept.check()
