@@ -191,7 +191,8 @@ class StepSimulator:
             yield
             return
         find = self._needs_ahead if in_numbers else self._memory_ahead
-        keys = dict.fromkeys(map(self._key, plans))
+        # Where weights wait, that is written into the step without it.
+        keys = dict.fromkeys(self._key(None if plan is None else without_waiting_weights(plan)) for plan in plans)
         with work_ahead({key: partial(find, key[1]) for key in keys if self._is_unknown(key)}) as take:
             self._known.take = take
             try:
