@@ -20,6 +20,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
+from hf_ckpt.errors import HFCkptError
 from tests import modes, zoo
 from tests.distributed.runs import ENGINES, KINDS, STEPS, Outcome, local, rows, train
 from tests.distributed.test_same_numbers import without_plan
@@ -30,6 +31,7 @@ MODES: dict[str, tuple[object, dict[str, Any]]] = {
     "selective": ("selective", {}),
     "selective_attention_offload": ("selective_attention", {"offload": CPU}),
     "offload": ("full", {"offload": CPU}),
+    "weights": ("full", {"weights": "cpu"}),
     "tiles": ("full", {"tiles": 3}),
     "none_tiles": ("none", {"tiles": 3}),
     "head": ("none", {"head": "chunked"}),
@@ -46,9 +48,9 @@ SGD = {"optim": "sgd", "learning_rate": 0.1}
 
 # Sharded weights are what can go wrong: FSDP2 meets all, DDP what stands for all.
 MODES_OF = {
-    "ddp": ["selective", "all"],
+    "ddp": ["selective", "weights", "all"],
     "fsdp1": ["selective", "offload", "tiles", "head"],
-    "fsdp2": [*MODES],
+    "fsdp2": [mode for mode in MODES if mode != "weights"],
 }
 
 
@@ -80,6 +82,29 @@ def test_training_is_as_without_a_plan(engine: str, model_type: str, kind: str, 
     assert expected.engine == got.engine == engine
     assert len(got.losses) == STEPS
     assert got.names == expected.names
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_weights_that_an_engine_shards_do_not_wait(engine: str) -> None:
+    with pytest.raises(HFCkptError, match="FSDP shards them over the ranks"):
+        train(KINDS["lora"]("llama"), engine, HFCkptCallback("full", weights="cpu"))
+
+
+def test_a_model_whose_weights_wait_can_be_wrapped() -> None:
+    """DDP refuses parameters on two kinds of devices, and sends what rank 0 has: both leave out what waits."""
+    case = zoo.build("llama")
+    for layer in case.model.model.layers:
+        layer.mlp.requires_grad_(False)
+    with hf_ckpt.apply(case.model, "full", weights="cpu") as applied:
+        left_out = getattr(case.model, "_ddp_params_and_buffers_to_ignore")
+        assert len(left_out) == sum(len(each.names) for each in applied.waiting.layers) > 0
+        wrapped = nn.parallel.DistributedDataParallel(case.model)
+        zoo.loss(wrapped, case.inputs).backward()
+        gradient = next(each.grad for each in case.model.parameters() if each.grad is not None)
+        others = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, gradient)
+        assert all(torch.equal(gradient, other) for other in others)
+    assert not hasattr(case.model, "_ddp_params_and_buffers_to_ignore")
 
 
 def check_near(expected: Outcome, got: Outcome) -> None:
