@@ -35,6 +35,7 @@ SUITES = {
     "answer_time": "benchmarks.answer_time",
     "proof_launches": "benchmarks.proof_launches",
     "eight_bit": "benchmarks.eight_bit",
+    "waiting_weights": "benchmarks.waiting_weights",
     "recovery_sweep": "benchmarks.recovery_sweep",
     "recovery_stream": "benchmarks.recovery_stream",
     "late_events": "benchmarks.late_events",

@@ -96,7 +96,7 @@ def test_a_model_whose_weights_wait_can_be_wrapped() -> None:
     for layer in case.model.model.layers:
         layer.mlp.requires_grad_(False)
     with hf_ckpt.apply(case.model, "full", weights="cpu") as applied:
-        left_out = getattr(case.model, "_ddp_params_and_buffers_to_ignore")
+        left_out = case.model._ddp_params_and_buffers_to_ignore
         assert len(left_out) == sum(len(each.names) for each in applied.waiting.layers) > 0
         wrapped = nn.parallel.DistributedDataParallel(case.model)
         zoo.loss(wrapped, case.inputs).backward()
