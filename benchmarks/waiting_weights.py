@@ -2,8 +2,8 @@
 
 OMP_NUM_THREADS=1 python -m benchmarks waiting_weights
 
-Predicted for cards of the device table, with and without in one run, by the rules that hold for both. The host's time of
-a layer's fetch is measured on this machine's CPU, with tiny tensors: bookkeeping, and no copy worth its name.
+Predicted for cards of the device table, with and without in one run, by the rules that hold for both. The host's time
+of a layer's fetch is measured on this machine's CPU, with tiny tensors: bookkeeping, and no copy worth its name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_ckpt.estimate.max_length_and_batch import largest_of_all
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.planner.layer_costs import may_tile
-from hf_ckpt.policy.allowances import Allowed
+from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, Allowed
 from hf_ckpt.policy.options import Offload, Weights
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.simulation.devices import Device, find_device
@@ -43,7 +43,7 @@ FIXED = {**PLAIN, "none": {"policy": "none"}, "ffn": {"policy": "ffn"}, "selecti
 BUDGETS = (0.3, 0.4, 0.5, 0.7, 0.9)
 
 
-def predictor_of(name: str, tokens: int, device: Device, allowed: Allowed = Allowed()) -> Predictor:
+def predictor_of(name: str, tokens: int, device: Device, allowed: Allowed = DEFAULT_ALLOWED) -> Predictor:
     """Return what predicts a step of one row of so many tokens of a shipped recipe, on a device."""
     batch = ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
     recipe = load_recipe(RECIPES / f"{name}.yaml", [f"data.max_length={tokens}", *batch])
