@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-2-70b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-3.1-8B-Instruct": {"model_type": "llama", **_SIZES},
+    "meta-llama/Llama-3.1-70B-Instruct": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-3.2-3B": {"model_type": "llama", **_SIZES},
     "Qwen/Qwen3-4B": {"model_type": "qwen3", **_SIZES},
     "Qwen/Qwen3-8B-Base": {"model_type": "qwen3", **_SIZES},
