@@ -238,7 +238,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
             set_on_stack(model, patch, stack_plan, stack, offloaded, proof)
         if plan.head is HeadMode.CHUNKED:
             _chunk_head(model, patches[0], proof)
-        let_weights_wait(model, patches, plan, stacks)
+        let_weights_wait(model, patches, plan, stacks, proves=prove != "off")
         bring_what_is_left(model)
         _switch_off_others(model, patches)
         patches[0].switched = switched

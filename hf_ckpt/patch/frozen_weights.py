@@ -78,8 +78,10 @@ def check_weights(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None
             )
 
 
-def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan, stacks: Sequence[Stack]) -> None:
-    """Move the frozen weights of the plan's layers to the host, and hook the layers."""
+def let_weights_wait(
+    model: nn.Module, patches: Sequence[StackPatch], plan: Plan, stacks: Sequence[Stack], *, proves: bool
+) -> None:
+    """Move the frozen weights of the plan's layers to the host, and hook the layers. `proves`: see `pack`."""
     waiting = layers_that_wait(plan, stacks)
     if not waiting or has_no_values(model):
         return
@@ -102,7 +104,7 @@ def let_weights_wait(model: nn.Module, patches: Sequence[StackPatch], plan: Plan
         logger.info("%d weights stay on the device: %s%s", len(staying), why, "; ..." if len(staying) > 3 else ".")
     engine = WaitingWeights(waiting[0][2], layers)
     patches[0].waiting = engine
-    engine.pack()
+    engine.pack(proves=proves)
     names = [f"{path}.{name}" for each, (path, _, _) in zip(layers, waiting, strict=True) for name in each.names]
     # DDP refuses parameters on two kinds of devices. These do not train.
     patches[0].set("", model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])

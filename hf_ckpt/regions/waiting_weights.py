@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.errors import RecomputationError
 from hf_ckpt.policy.options import Weights
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.fingerprints import unobserved
@@ -66,6 +67,10 @@ class _Place:
     def parameter(self) -> Tensor:
         return self.tensors[0]
 
+    def is_as_fetched(self) -> bool:
+        """Whether the parameter, in use, is what was fetched."""
+        return self.is_shown(self.on_device) and self.parameter._version == self.version
+
     def is_shown(self, shown: Tensor) -> bool:
         """Whether the parameter is this tensor, and nobody has put something else in its place."""
         return self.parameter.data_ptr() == shown.data_ptr()
@@ -87,6 +92,8 @@ class LayerWeights:
         self._copy: AsyncCopy | None = None
         self.is_on_device = False  # Its storage is filled, or being filled.
         self.on_resize: Callable[[int], None] = lambda num_bytes: None  # Told of the device's memory.
+        self._num_proofs = 0
+        self._sum = 0  # Of what lies on the host.
         self.is_in_use = False  # The parameters are views of it.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,6 +156,24 @@ class LayerWeights:
         for place in places:
             self._show(place, place.on_host)
 
+    def prove(self) -> None:
+        """Hold what the layer reads, in its next forward and backward, against what lies on the host."""
+        self._num_proofs = 2
+        self._sum = sum(_sum_of(place.on_host) for place in self._places)
+
+    def _check_values(self) -> None:
+        # Where a layer has written to its weight, or put another in its place, that is what it read.
+        if not self._num_proofs or not all(place.is_as_fetched() for place in self._places):
+            return
+        self._num_proofs -= 1
+        # After the layer has run: what it read is still there.
+        if sum(_sum_of(place.on_device) for place in self._places) != self._sum:
+            raise RecomputationError(
+                f"The frozen weights of {self.name} wait on the host (weights: cpu), and what its forward or backward read "
+                "on the device was something else: a copy came late, or went elsewhere. This is a fault of hf_ckpt: "
+                "please report it, and leave weights out of the policy."
+            )
+
     def fetch(self, wire: Wire) -> None:
         """Start copying to the device. Its memory is that of the current stream."""
         assert self._memory is not None, "packed before"
@@ -190,6 +215,12 @@ class LayerWeights:
         if not self.is_in_use:
             return
         self.is_in_use = False
+        try:
+            self._check_values()
+        finally:
+            self._show_host()
+
+    def _show_host(self) -> None:
         for place in list(self._places):
             if not place.is_shown(place.on_device):
                 # A layer may convert its weight when it first runs.
@@ -275,6 +306,14 @@ def has_no_values(module: nn.Module) -> bool:
 def _like(tensor: Tensor, memory: Tensor) -> Tensor:
     """Return bytes [n] as a tensor of the same shape, strides and dtype."""
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _sum_of(tensor: Tensor) -> int:
+    """Return a sum over the bits of a tensor that fills a piece of memory. The host waits for it."""
+    with unobserved():
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        words = flat[: flat.numel() // 4 * 4].view(torch.int32)
+        return int(words.sum(dtype=torch.int64)) + int(flat[words.numel() * 4 :].sum(dtype=torch.int64))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -400,11 +439,16 @@ class WaitingWeights:
         """Bytes that lie on the host."""
         return sum(layer.num_bytes for layer in self.layers if layer.is_packed)
 
-    def pack(self) -> None:
-        """Move everything to the host. Raises `HostMemoryError`; what was moved by then is brought back."""
+    def pack(self, *, proves: bool = False) -> None:
+        """Move everything to the host. Raises `HostMemoryError`; what was moved by then is brought back.
+
+        `proves`: hold what each layer reads against it, in its first forward and backward.
+        """
         try:
             for layer in self.layers:
                 self._pack(layer)
+                if proves:
+                    layer.prove()
         except BaseException:
             self.bring_back()
             raise

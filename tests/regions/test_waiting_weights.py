@@ -7,6 +7,7 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import bitsandbytes as bnb
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
-from hf_ckpt.errors import HostMemoryError, PolicyError, UnsupportedError
+from hf_ckpt.errors import HostMemoryError, PolicyError, RecomputationError, UnsupportedError
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.offload.cuda import CudaCopy, CudaWire
@@ -190,8 +191,9 @@ def test_late_copies_change_nothing(policy: str) -> None:
 
 def test_weights_that_are_used_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaWire, "wait", lambda wire, copy, device: None)
-    with pytest.raises(hf_ckpt.errors.HFCkptError):
-        late(llama(4), "full")
+    for mode in ("none", "full", "selective"):
+        with pytest.raises(RecomputationError):
+            late(llama(4), mode)
     found, _ = late(llama(4), "full", prove="off")
     assert not are_equal(found, train(llama(4)))
 
@@ -212,11 +214,10 @@ def test_a_storage_that_is_emptied_early_is_found(monkeypatch: pytest.MonkeyPatc
             assert device.faults == ([] if waits else ["the target was emptied"])
 
 
-def test_layers_must_not_share_storages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4-bit products keep their weight where no hook sees it: of a pool of storages, backward would read another's."""
-    expected = train(llama(4), steps=1)
-    model = llama(4)
-    with waiting(model, "full", prove="off") as applied:
+@contextmanager
+def pooled(applied: Any) -> Iterator[None]:
+    """Lend layers one of two storages each time that they are fetched."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
         slots = [(layer._memory, [place.on_device for place in layer._places]) for layer in engine(applied).layers[:2]]
         fetch, lent = LayerWeights.fetch, itertools.cycle(slots)
 
@@ -228,9 +229,26 @@ def test_layers_must_not_share_storages(monkeypatch: pytest.MonkeyPatch) -> None
 
         monkeypatch.setattr(LayerWeights, "fetch", from_pool)
         monkeypatch.setattr(LayerWeights, "free", lambda weights: setattr(weights, "is_on_device", False))
+        yield
+
+
+def test_layers_must_not_share_storages() -> None:
+    """4-bit products keep their weight where no hook sees it: of a pool of storages, backward would read another's."""
+    expected = train(llama(4), steps=1)
+    model = llama(4)
+    with waiting(model, "full", prove="off") as applied, pooled(applied):
         found = train(model, steps=1)
     assert all(map(torch.equal, found[:2], expected[:2]))
     assert not are_equal(found, expected)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "every_2"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_the_first_step_finds_a_storage_that_is_anothers(bits: int, policy: str) -> None:
+    mode, options = POLICIES[policy]
+    model = llama(bits)
+    with waiting(model, mode, **options) as applied, pooled(applied), pytest.raises(RecomputationError):
+        train(model, steps=1)
 
 
 # --- Who looks, and what others do. ---
