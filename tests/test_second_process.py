@@ -68,6 +68,16 @@ def test_what_is_asked_for_first_is_worked_out_here() -> None:
         assert take(0) is None
 
 
+def test_the_second_process_does_something_before_all_tasks() -> None:
+    done: list[int] = []
+
+    with work_ahead({0: lambda: list(done)}, first=lambda: done.append(1)) as take:
+        assert waited_for(take, 0) == [1]
+    assert not done
+    with work_ahead({0: lambda: [1]}, first=lambda: fail(0)) as take:
+        assert waited_for(take, 0) is None
+
+
 def test_an_unknown_key_is_worked_out_here() -> None:
     with work_ahead(tasks()) as take:
         assert take("other") is None

@@ -181,12 +181,23 @@ class StepSimulator:
             return
         find = self._needs_ahead if in_numbers else self._memory_ahead
         keys = dict.fromkeys(map(self._key, plans))
-        with work_ahead({key: partial(find, key[1]) for key in keys if self._is_unknown(key)}) as take:
+        tasks = {key: partial(find, key[1]) for key in keys if self._is_unknown(key)}
+        with work_ahead(tasks, first=self.warm_up) as take:
             self._known.take = take
             try:
                 yield
             finally:
                 self._known.take = _take_nothing
+
+    def warm_up(self) -> None:
+        """Simulate a step for nothing where none has been simulated: that of a second process is never the first one.
+
+        In the first one of a process, adapters of PEFT that replace a parameter leave a storage alive, which changes
+        the prediction by its bytes.
+        """
+        if not self._known.memories and not self._known.traces:
+            with no_cycles_collected():
+                self._trace_with_reuse(None)
 
     def _is_unknown(self, key: _Key) -> bool:
         known = self._known
