@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
@@ -35,8 +36,10 @@ def tasks(count: int = 4, do: Callable[[int], object] = work) -> dict[int, Calla
 
 
 def waited_for(take: Take, key: int) -> object:
-    """Return the outcome of a task that the second process has been given the time to begin."""
-    time.sleep(0.3)
+    """Return the outcome of a task, once the second process, if there is one, has begun with its first."""
+    process = getattr(take, "__self__", None)
+    if process is not None:
+        select.select([process._messages], [], [], 30)
     return take(key)
 
 
