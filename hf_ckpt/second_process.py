@@ -34,11 +34,13 @@ def allow() -> None:
 
 
 @contextmanager
-def work_ahead(tasks: Mapping[Any, Callable[[], Any]]) -> Iterator[Take]:
+def work_ahead(tasks: Mapping[Any, Callable[[], Any]], *, first: Callable[[], object] = lambda: None) -> Iterator[Take]:
     """Let a second process work on tasks, the last one first, and yield what asks for their outcomes.
 
     Outcomes are pickled, and none is None. Whoever asks does what there is no outcome of, so that the two meet in the
     middle where all tasks are asked for in their order. Where nobody may fork, there are no outcomes.
+
+    `first`: what the second process does before all tasks.
     """
     if not tasks or not may_fork():
         yield lambda key: None
@@ -47,7 +49,7 @@ def work_ahead(tasks: Mapping[Any, Callable[[], Any]]) -> Iterator[Take]:
     second: _SecondProcess | None = None
     # No room for one, say.
     with suppress(OSError):
-        second = _SecondProcess(tasks)
+        second = _SecondProcess(tasks, first)
     try:
         yield (lambda key: None) if second is None else second.take
     finally:
@@ -74,7 +76,7 @@ _NUMBER = struct.Struct("<q")
 class _SecondProcess:
     """The other one, as this process sees it."""
 
-    def __init__(self, tasks: Mapping[Any, Callable[[], Any]]) -> None:
+    def __init__(self, tasks: Mapping[Any, Callable[[], Any]], first: Callable[[], object]) -> None:
         self._numbers = {key: number for number, key in enumerate(tasks)}
         self._begun: set[int] = set()
         self._ended: dict[int, tuple[int, int]] = {}  # By number of a task: where its outcome begins, and its size.
@@ -94,7 +96,7 @@ class _SecondProcess:
             try:
                 os.close(self._claims)
                 os.close(self._messages)
-                _work(list(tasks.values()), claims, messages, self._outcomes)
+                _work(first, list(tasks.values()), claims, messages, self._outcomes)
             finally:
                 os._exit(0)
         os.close(claims)
@@ -145,7 +147,9 @@ class _SecondProcess:
         atexit.unregister(self.end)
 
 
-def _work(tasks: list[Callable[[], Any]], claims: int, messages: int, outcomes: int) -> None:
+def _work(
+    first: Callable[[], object], tasks: list[Callable[[], Any]], claims: int, messages: int, outcomes: int
+) -> None:
     """Do tasks, the last one first, until all are done or nobody is there to ask."""
     # Ctrl-C goes to both processes: this one says nothing of it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -154,6 +158,7 @@ def _work(tasks: list[Callable[[], Any]], claims: int, messages: int, outcomes: 
     for handle in (0, 1, 2):
         os.dup2(said, handle)
     os.set_blocking(claims, False)
+    first()
     done_there: set[int] = set()
     end = 0
     for number in reversed(range(len(tasks))):

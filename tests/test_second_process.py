@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
@@ -35,8 +36,10 @@ def tasks(count: int = 4, do: Callable[[int], object] = work) -> dict[int, Calla
 
 
 def waited_for(take: Take, key: int) -> object:
-    """Return the outcome of a task that the second process has been given the time to begin."""
-    time.sleep(0.3)
+    """Return the outcome of a task, once the second process, if there is one, has begun with its first."""
+    process = getattr(take, "__self__", None)
+    if process is not None:
+        select.select([process._messages], [], [], 30)
     return take(key)
 
 
@@ -66,6 +69,16 @@ def test_what_is_asked_for_first_is_worked_out_here() -> None:
         assert waited_for(take, 1) == 1
         # It was told that the first one is done here.
         assert take(0) is None
+
+
+def test_the_second_process_does_something_before_all_tasks() -> None:
+    done: list[int] = []
+
+    with work_ahead({0: lambda: list(done)}, first=lambda: done.append(1)) as take:
+        assert waited_for(take, 0) == [1]
+    assert not done
+    with work_ahead({0: lambda: [1]}, first=lambda: fail(0)) as take:
+        assert waited_for(take, 0) is None
 
 
 def test_an_unknown_key_is_worked_out_here() -> None:

@@ -160,7 +160,7 @@ def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: boo
         for device, name, plan in asked
     }
     rows: list[dict[str, Any]] = []
-    with work_ahead(searches) as take:
+    with work_ahead(searches, first=predictor.warm_up) as take:
         for device, name, _ in asked:
             rows += filter(None, [chosen.pop(device.name, None)])
             say(f"Searching what fits on {device.name}: {name} ...")

@@ -100,6 +100,10 @@ class Predictor:
         """Let a second process simulate a step under plans, the subject's own or another. See `StepSimulator.ahead`."""
         return self._simulator.with_step(step or self.subject.step).ahead(plans, in_numbers=in_numbers)
 
+    def warm_up(self) -> None:
+        """See `StepSimulator.warm_up`."""
+        self._simulator.warm_up()
+
     def host_bytes(self, plan: Plan | None, step: Step) -> int:
         """Return what lies on the host at the peak of a step, or of what comes before it."""
         simulator = self._simulator.with_step(step)

@@ -60,7 +60,8 @@ def largest(
                 entered.close()
                 # What a run has fits; and what lies on a line mostly does not, as torch holds blocks beyond the peak.
                 likely = guess - 1 if known else min(2 * guess, most)
-                entered.enter_context(ahead(likely * multiple))
+                if low < likely < high and likely != guess:
+                    entered.enter_context(ahead(likely * multiple))
             found = peak(guess * multiple)
             if fits := found <= budget_bytes:
                 low, low_peak = guess, found

@@ -187,18 +187,48 @@ class StepSimulator:
 
         `in_numbers`: only `needs` is asked for, also of a simulator of the same step that shares what this one knows.
         """
-        if not may_fork():
+        if not may_fork() or self._known.take is not _take_nothing:
             yield
             return
         find = self._needs_ahead if in_numbers else self._memory_ahead
-        # Where weights wait, that is written into the step without it.
-        keys = dict.fromkeys(self._key(None if plan is None else without_waiting_weights(plan)) for plan in plans)
-        with work_ahead({key: partial(find, key[1]) for key in keys if self._is_unknown(key)}) as take:
-            self._known.take = take
+        with ExitStack() as entered:
+
+            def begin(key: Hashable) -> Any:
+                self._known.take = _take_nothing
+                # Where weights wait, that is written into the step without it.
+                keys = dict.fromkeys(
+                    self._key(None if plan is None else without_waiting_weights(plan)) for plan in plans
+                )
+                tasks = {each: partial(find, each[1]) for each in keys if self._is_unknown(each)}
+                self._known.take = entered.enter_context(work_ahead(tasks, first=self.warm_up))
+                return self._known.take(key)
+
+            def begin_later(key: Hashable) -> None:
+                self._known.take = begin
+
+            if in_numbers:
+                begin(None)
+            else:
+                # What the first step finds out is of use to both processes.
+                self._known.take = begin if self._has_simulated else begin_later
             try:
                 yield
             finally:
                 self._known.take = _take_nothing
+
+    @property
+    def _has_simulated(self) -> bool:
+        return bool(self._known.memories or self._known.traces)
+
+    def warm_up(self) -> None:
+        """Simulate a step for nothing where none has been simulated: that of a second process is never the first one.
+
+        In the first one of a process, adapters of PEFT that replace a parameter leave a storage alive, which changes
+        the prediction by its bytes.
+        """
+        if not self._has_simulated:
+            with no_cycles_collected():
+                self._trace_with_reuse(None)
 
     def _is_unknown(self, key: _Key) -> bool:
         known = self._known

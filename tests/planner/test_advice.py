@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -177,3 +179,23 @@ def test_largest_asks_seldom_where_memory_grows_in_proportion(start: int) -> Non
 
     assert largest(peak, 22 * GIB, start=start, most=131072, multiple=64).number == 16384
     assert len(tried) <= 4
+
+
+def test_largest_tells_ahead_what_it_will_ask_next() -> None:
+    asked: list[int] = []
+    told: list[tuple[int, int]] = []
+
+    @contextmanager
+    def ahead(number: int) -> Iterator[None]:
+        told.append((len(asked), number))
+        yield
+
+    def peak(length: int) -> int:
+        asked.append(length)
+        # A little more than on the line between the first two.
+        return 14 * GIB + length * 2**19 + (12288 < length < 24576) * 2**24
+
+    assert largest(peak, 22 * GIB, start=12288, most=131072, multiple=64, ahead=ahead).number == 16320
+    assert asked == [12288, 24576, 16384, 16320]
+    # By how much had been asked: twice the first, which fits, and the one before what lies on the line.
+    assert told == [(0, 24576), (2, 16320)]
