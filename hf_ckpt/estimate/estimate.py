@@ -175,7 +175,13 @@ def _planned_rows(predictor: Predictor, devices: Sequence[Device], say: Say) -> 
 
 def num_estimate_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] = ()) -> int:
     """Return how many rows an estimate will have."""
-    return len(names or FIXED) + len(devices) + (not is_auto(subject.recipe))
+    fixed = _rows_there(Predictor(subject, devices[0]), names or tuple(FIXED))
+    return len(fixed) + len(devices) + (not is_auto(subject.recipe))
+
+
+def _rows_there(predictor: Predictor, names: Sequence[str]) -> list[str]:
+    """Return the names of the fixed rows that differ from others: where nothing is frozen, no weights wait."""
+    return [name for name in names if name != WAITING or predictor.has_waiting_weights]
 
 
 def judged(
@@ -204,9 +210,7 @@ def fixed_rows(
     predictor: Predictor, devices: Sequence[Device], say: Say, names: Sequence[str] = tuple(FIXED)
 ) -> Iterator[Row]:
     """Yield a row for each policy that a user would write."""
-    for name in names:
-        if name == WAITING and not predictor.has_waiting_weights:
-            continue
+    for name in _rows_there(predictor, names):
         try:
             plan = predictor.subject.resolve(**FIXED[name])
         except HFCkptError as error:

@@ -69,7 +69,7 @@ class Predictor:
         is_played = self.device.is_cuda and not self.subject.step.prepares
         return self._simulator.held_within(plan, capacity.reserved_bytes) if is_played else None
 
-    def evaluation(self, plan: Plan | None) -> StepMemory | None:
+    def evaluation(self, plan: Plan | None = None) -> StepMemory | None:
         """Return what a batch of the recipe's evaluation needs under a plan; None where it does not evaluate."""
         subject = self.subject
         step = None if subject.recipe is None else evaluation_step_of(subject.recipe, subject.step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from itertools import count, islice
 
 from hf_ckpt.errors import BudgetError
@@ -42,12 +43,18 @@ class WeightsPlanner:
         self._simulator = simulator
         self._weights = weights
         self._plan_for = plan_for
-        self._layers = [each for each in simulator.waiting_bytes() if each[2]]
+
+    @cached_property
+    def _layers(self) -> list[tuple[int, int, int]]:
+        """Stack, `layer_idx` and bytes of the layers whose weights can wait."""
+        if self._simulator.step.sharding.engine not in _ENGINES:
+            return []
+        return [each for each in self._simulator.waiting_bytes() if each[2]]
 
     @property
     def can_wait(self) -> bool:
         """Whether there are weights that could."""
-        return bool(self._layers) and self._simulator.step.sharding.engine in _ENGINES
+        return bool(self._layers)
 
     @property
     def host_bytes(self) -> int:

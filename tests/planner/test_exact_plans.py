@@ -79,6 +79,7 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "with_tiles", tiled)
     monkeypatch.setattr(search, "with_chunked_head", chunked)
     monkeypatch.setattr(StepSimulator, "plan_of", lambda simulator, policy: TEMPLATE)
+    monkeypatch.setattr(StepSimulator, "waiting_bytes", lambda simulator: [])
 
 
 def plan_within(mib: int, **allowed: Any) -> Planned:
