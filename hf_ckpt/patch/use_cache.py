@@ -146,13 +146,12 @@ class Topic(Enum):
 
 
 class SharedIndexCheck:
-    """Looks, in the first training forward that would make a cache, whether one layer would read what another wrote.
+    """Looks, in the first training forward that would make a cache, whether one layer would read what another wrote."""
 
-    Layers write their keys and values to the cache at their `layer_idx`, and attend to all that is there. Where layers
-    share an index, or one runs several times (looped models), the cache changes the loss: a forward without it, or with
-    layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of some,
-    `does_nothing` whether it leaves the model as it is.
-    """
+    # Layers write their keys and values to the cache at their `layer_idx`, and attend to all that is there. Where
+    # layers share an index, or one runs several times (looped models), the cache changes the loss: a forward without
+    # it, or with layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of
+    # some, `does_nothing` whether it leaves the model as it is.
 
     def __init__(self, stacks: Sequence[Stack], told: set[Topic], *, drops_cache: bool, does_nothing: bool) -> None:
         self._does_nothing = does_nothing

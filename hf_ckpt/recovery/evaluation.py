@@ -94,10 +94,8 @@ class EvaluationRecovery:
 
     @contextmanager
     def _gathers_once(self) -> Iterator[None]:
-        """Let a batch gather from other processes what it has not gathered yet, however often it runs again.
-
-        The Trainer counts the labels of all processes' batches, to divide the loss of each by: that of a part too.
-        """
+        """Let a batch gather from other processes what it has not gathered yet, however often it runs again."""
+        # The Trainer counts the labels of all processes' batches, to divide the loss of each by: that of a part too.
         accelerator = self._trainer.accelerator
         if accelerator.num_processes == 1:
             yield

@@ -47,10 +47,8 @@ class ByModel(Generic[Noted]):
 
 
 def stored(owner: object, name: str) -> Any:
-    """Return what an object or its class stores under a name; None where nothing is, or it would be computed.
-
-    A module that a compiler wraps is looked at itself, not its wrapper.
-    """
+    """Return what an object or its class stores under a name; None where nothing is, or it would be computed."""
+    # A module that a compiler wraps is looked at itself, not its wrapper.
     places: tuple[Any, ...] = (getattr(owner, "__dict__", {}),)
     if isinstance(owner, nn.Module):
         while (inner := owner._modules.get(COMPILED_INSIDE)) is not None:
@@ -109,10 +107,8 @@ def inside_adapters(module: nn.Module) -> nn.Module:
 
 
 def weight_shape(module: nn.Module) -> torch.Size | None:
-    """Return the shape of a module's own weight; None without one.
-
-    Of a parametrised weight it is that of the largest tensor that it is computed from.
-    """
+    """Return the shape of a module's own weight; None without one."""
+    # Of a parametrised weight it is that of the largest tensor that it is computed from.
     if (weight := module._parameters.get("weight")) is not None:
         return weight.shape
     parametrised = stored(module._modules.get("parametrizations"), "weight")
