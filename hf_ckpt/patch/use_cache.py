@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward, is_started_again
 from hf_ckpt.structure.layers import Stack, modules_of
-from hf_ckpt.structure.stored import own, put_back, stored
+from hf_ckpt.structure.stored import own, restore_own, stored
 from hf_ckpt.upstream.transformers import CACHE_ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class UseCache:
         """Set every value that is as it was set, or False, to what it was; another value is somebody's later choice."""
         for config, value in self._found:
             if vars(config).get(_NAME) is self._set.get(id(config), False):
-                put_back(config, _NAME, value)
+                restore_own(config, _NAME, value)
         self._set = {}
 
 

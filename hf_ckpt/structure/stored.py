@@ -1,6 +1,6 @@
 """What modules store, read without running code of the model: no property, no parametrisation, no `__getattr__`.
 
-And one way to set an attribute for a while: what the object itself had is noted by `own`, and is back after `put_back`.
+And one way to set an attribute for a while: what the object itself had is noted by `own`, and is back after `restore_own`.
 
 Reading a parametrised weight computes it: buffers advance (spectral norm) and random numbers are drawn, which makes
 another model of it without a word.
@@ -73,7 +73,7 @@ def own(owner: object, name: str) -> Any:
     return vars(owner).get(name, Missing)
 
 
-def put_back(owner: object, name: str, found: object) -> None:
+def restore_own(owner: object, name: str, found: object) -> None:
     """Let an object have again what `own` has returned."""
     if found is Missing:
         vars(owner).pop(name, None)
@@ -89,7 +89,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     try:
         yield
     finally:
-        put_back(owner, name, found)
+        restore_own(owner, name, found)
 
 
 def adapter_configs(model: object) -> dict[str, Any]:
