@@ -1,6 +1,6 @@
 """What modules store, read without running code of the model: no property, no parametrisation, no `__getattr__`.
 
-And one way to set an attribute for a while: what the object itself had is noted by `own`, and is back after `restore_own`.
+And one way to set an attribute for a while: `own` notes what the object itself had, and `restore_own` brings it back.
 
 Reading a parametrised weight computes it: buffers advance (spectral norm) and random numbers are drawn, which makes
 another model of it without a word.
