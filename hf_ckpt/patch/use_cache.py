@@ -49,10 +49,6 @@ class UseCache:
         """Return the values that a Trainer's steps would see, by the id of the config; it sets the model's own one."""
         return {id(config): of_trainer if config is self._own else value for config, value in self._found}
 
-    def off(self) -> None:
-        """Set every value to False: a cache would only hold memory in a training step."""
-        self.set({})
-
     def set(self, values: Mapping[int, object]) -> None:
         """Set the values by the id of the config, and False where there is none."""
         self._set = {id(config): values.get(id(config), False) for config, _ in self._found}
