@@ -275,10 +275,8 @@ def _largest_batches(
 
 
 def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
-    """Return the smallest budget, the largest batches and the least host memory of all ranks.
-
-    There is no batch where one rank knows no bound.
-    """
+    """Return the smallest budget, the largest batches and the least host memory of all ranks."""
+    # There is no batch where one rank knows no bound.
 
     def sizes() -> tuple[int, list[Any], int | None]:
         budget, batches, host = read_limits()
@@ -317,11 +315,9 @@ def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any, r
 def plan_own_step(
     model: nn.Module, budget: Budget | None, allowed: Allowed, structure: dict[str, Any], optimizer: Any, **given: Any
 ) -> RunPlanner:
-    """Return the plans of a loop that runs a step, the one for its sizes made already.
-
-    The model is not changed. Arguments and errors are those of `Auto` and its `begin`. Without an `optimizer` the one
-    that `Step` names is counted; `given` are other fields of `Step`.
-    """
+    """Return the plans of a loop that runs a step, the one for its sizes made already."""
+    # The model is not changed. Arguments and errors are those of `Auto` and its `begin`. Without an `optimizer` the one
+    # that `Step` names is counted; `given` are other fields of `Step`.
     step = Step(**given)
     check_model(model)
     check_not_compiled(model)

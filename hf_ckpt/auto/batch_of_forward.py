@@ -126,10 +126,8 @@ def without_adapter(model: nn.Module) -> nn.Module:
 
 
 def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
-    """Return the columns of a data set, of those that a forward takes, which hold a whole number for each token.
-
-    A mask is one: models compute with it where nothing is padded too.
-    """
+    """Return the columns of a data set, of those that a forward takes, which hold a whole number for each token."""
+    # A mask is one: models compute with it where nothing is padded too.
     return tuple(sorted({name for part in parts_of(dataset) for name in _further_inputs(part, names)}))
 
 

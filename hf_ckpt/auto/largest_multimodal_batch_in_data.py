@@ -37,14 +37,11 @@ _MAX_BATCHES = 4  # Of the columns that differ most: each has largest examples o
 
 
 def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: int) -> list[Batch]:
-    """Return the largest batches of a data set with more than text, largest first.
-
-    One has the largest example of each column. Others have the largest ones of a single column: of what is joined
-    instead of padded, they may have more.
-
-    The data set is a list of examples, or one of `datasets` without a transform. A copy of the collator is called, on
-    copies of examples. Nothing comes where text alone describes the batches, or where no bound is known.
-    """
+    """Return the largest batches of a data set with more than text, largest first."""
+    # One has the largest example of each column. Others have the largest ones of a single column: of what is joined
+    # instead of padded, they may have more.
+    # The data set is a list of examples, or one of `datasets` without a transform. A copy of the collator is called, on
+    # copies of examples. Nothing comes where text alone describes the batches, or where no bound is known.
     rows, headers = _readable(dataset), _readable(dataset, as_files=True)
     if rows is None or (
         reads_text(model)
@@ -173,10 +170,8 @@ _FEW = 8
 
 
 def _has_text_alone(headers: Any, names: Container[str]) -> bool:
-    """Whether a few examples hold token ids, and nothing but what has a place in a text.
-
-    A number of an example has none where it is one of the `names` that the forward takes, such as a second label.
-    """
+    """Whether a few examples hold token ids, and nothing but what has a place in a text."""
+    # A number of an example has none where it is one of the `names` that the forward takes, such as a second label.
     few = [_header(headers, place) for place in range(0, len(headers), -(-len(headers) // _FEW))]
     return all(
         "input_ids" in each and all(_is_of_text(value, name in names) for name, value in each.items()) for each in few

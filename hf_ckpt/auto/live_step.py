@@ -184,10 +184,8 @@ def _is_of_arguments(made: Any, args: TrainingArguments, model: nn.Module) -> bo
 
 
 def live_sharding(args: TrainingArguments, model: nn.Module) -> Sharding:
-    """Return the engine around a model that is about to be trained.
-
-    The model comes as the callback gets it: bare under DDP and DeepSpeed, wrapped under FSDP.
-    """
+    """Return the engine around a model that is about to be trained."""
+    # The model comes as the callback gets it: bare under DDP and DeepSpeed, wrapped under FSDP.
     world_size, plugin = args.world_size, fsdp_plugin()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         reshards = bool(getattr(plugin, "reshard_after_forward", True))
@@ -249,11 +247,10 @@ _trains = attrgetter("requires_grad")
 
 
 class ModelState:
-    """What a model is like now, held against what it was like when its plan was made. Looked at in each step.
+    """What a model is like now, held against what it was like when its plan was made. Looked at in each step."""
 
-    That is: which parameters train, and how the model computes. `shape` is the copy of it that is simulated; the
-    optimizer may get other parameters.
-    """
+    # That is: which parameters train, and how the model computes. `shape` is the copy of it that is simulated; the
+    # optimizer may get other parameters.
 
     def __init__(self, model: nn.Module, shape: nn.Module, optimizer: Any, autocast: str | None) -> None:
         # The callback keeps this after the run, and is not to keep the weights.

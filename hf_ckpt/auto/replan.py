@@ -213,10 +213,8 @@ class RunPlanner(Planning):
 
     @_undisturbed()
     def leaner_plan(self, share: float, *, is_exact: bool) -> tuple[Plan, float | None] | None:
-        """Return the plan for a share less than what the plan in force is predicted to need; None if there is none.
-
-        With it, the predicted time of a step over that under the plan in force; None where none is predicted.
-        """
+        """Return the plan for a share less than what the plan in force is predicted to need; None if there is none."""
+        # With it, the predicted time of a step over that under the plan in force; None where none is predicted.
         if self.batch is None:
             return None
         allowed = self.allowed.bitwise if is_exact else self.allowed

@@ -105,10 +105,8 @@ class UsersLoss(TrainerLoss):
 
 
 def users_loss(trainer: Any, model: nn.Module, sharding: Sharding) -> UsersLoss | None:
-    """Return what a Trainer computes in the place of the model's own loss; None of any other, and of those of trl.
-
-    A model that the Trainer has as an attribute, such as a teacher, is one that its loss may ask.
-    """
+    """Return what a Trainer computes in the place of the model's own loss; None of any other, and of those of trl."""
+    # A model that the Trainer has as an attribute, such as a teacher, is one that its loss may ask.
     if trainer is None or sharding.engine not in ("none", "ddp"):
         return None
     is_trls = any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)

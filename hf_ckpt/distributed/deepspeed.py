@@ -58,10 +58,8 @@ def check_own_checkpointing(args: TrainingArguments) -> None:
 
 
 def check_version(plan: Plan, stacks: Sequence[Stack]) -> None:
-    """Refuse frozen weights in recomputed layers under ZeRO-3 of a version that empties them (before 0.19.3).
-
-    To be called after DeepSpeed has partitioned the parameters.
-    """
+    """Refuse frozen weights in recomputed layers under ZeRO-3 of a version that empties them (before 0.19.3)."""
+    # To be called after DeepSpeed has partitioned the parameters.
     if _recomputes_frozen_shards(plan, stacks) and compare_versions("deepspeed", "<", KEEPS_FROZEN_WEIGHTS):
         raise UnsupportedError(
             "The policy recomputes layers with frozen weights, which ZeRO-3 has sharded, but DeepSpeed "

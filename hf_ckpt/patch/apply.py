@@ -149,10 +149,8 @@ class Applied:
             self.on_remove(undo)
 
     def exchange(self, put: Callable[[], Applied]) -> Applied:
-        """Remove the plan and return what `put` puts in its place.
-
-        What this plan's removal was to undo, the new one's undoes; where `put` raises, it is undone at once.
-        """
+        """Remove the plan and return what `put` puts in its place."""
+        # What this plan's removal was to undo, the new one's undoes; where `put` raises, it is undone at once.
         undos, check, told = self._patches[0].take_undos(), self._patches[0].cache_check, self._patches[0].told
         try:
             with handed_over(self.waiting):

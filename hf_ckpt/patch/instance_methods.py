@@ -15,11 +15,9 @@ import torch
 
 
 def set_method(owner: object, name: str, run: partial[Any]) -> partial[Any]:
-    """Set `run` as a method of an instance, and return what was set.
-
-    It is of a module-level function, so that copies and pickles of the owner have it too. Its last argument before
-    those of the call is the method that stood on the instance, or None for the class's own.
-    """
+    """Set `run` as a method of an instance, and return what was set."""
+    # It is of a module-level function, so that copies and pickles of the owner have it too. Its last argument before
+    # those of the call is the method that stood on the instance, or None for the class's own.
     _vanish(owner, name)
     ours = partial(run.func, *run.args, vars(owner).get(name))
     # Tools that look at the signature, and schedulers that look for a mark, see the original's.

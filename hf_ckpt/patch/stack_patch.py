@@ -32,7 +32,7 @@ from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.waiting_weights import WaitingWeights
 from hf_ckpt.structure.layers import is_unit, members
-from hf_ckpt.structure.stored import Missing, own, put_back
+from hf_ckpt.structure.stored import Missing, own, restore_own
 from hf_ckpt.upstream.accelerate import FORWARD_BEFORE_HOOK
 from hf_ckpt.upstream.transformers import (
     FLAG,
@@ -84,7 +84,7 @@ class Change:
             # Whoever has kept it and sets it again, with the flag, finds one that recomputes nothing.
             original = _call_function if self.found is Missing else self.found
             cast("Any", self.ours).__setstate__((original, (), {}, {}))
-        put_back(self.module, self.name, self.found)
+        restore_own(self.module, self.name, self.found)
 
 
 def _call_function(function: Callable[..., Any], *args: Any) -> Any:
@@ -408,7 +408,7 @@ class SwitchedByOthers:
         self.take_off_hooks()
         for module, found in marked.items():
             for name, value in found.items():
-                put_back(module, name, value)
+                restore_own(module, name, value)
 
 
 def _marked(model: nn.Module) -> list[nn.Module]:

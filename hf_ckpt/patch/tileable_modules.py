@@ -22,12 +22,10 @@ _DRAWS = frozenset("dropout drop droppath jitter noise".split())
 
 
 def tiled_modules(layer: Layer) -> list[str]:
-    """Return what of a layer runs in tiles: dotted names below the layer, in the order of its modules.
-
-    These are its ffn modules, each as a whole, all norms over features, and the linear projections of its attention
-    or of the mixer in its place (a LoRA layer with what it is around). Raises `UnsupportedError` where its ffn is not
-    position-wise, or is no module.
-    """
+    """Return what of a layer runs in tiles: dotted names below the layer, in the order of its modules."""
+    # These are its ffn modules, each as a whole, all norms over features, and the linear projections of its attention
+    # or of the mixer in its place (a LoRA layer with what it is around). Raises `UnsupportedError` where its ffn is not
+    # position-wise, or is no module.
     _check_ffn(layer)
     return list(_tiled_names(layer, layer.module, "", inside_attention=False))
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward, is_started_again
 from hf_ckpt.structure.layers import Stack, modules_of
-from hf_ckpt.structure.stored import own, put_back, stored
+from hf_ckpt.structure.stored import own, restore_own, stored
 from hf_ckpt.upstream.transformers import CACHE_ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,6 @@ class UseCache:
         """Return the values that a Trainer's steps would see, by the id of the config; it sets the model's own one."""
         return {id(config): of_trainer if config is self._own else value for config, value in self._found}
 
-    def off(self) -> None:
-        """Set every value to False: a cache would only hold memory in a training step."""
-        self.set({})
-
     def set(self, values: Mapping[int, object]) -> None:
         """Set the values by the id of the config, and False where there is none."""
         self._set = {id(config): values.get(id(config), False) for config, _ in self._found}
@@ -67,7 +63,7 @@ class UseCache:
         """Set every value that is as it was set, or False, to what it was; another value is somebody's later choice."""
         for config, value in self._found:
             if vars(config).get(_NAME) is self._set.get(id(config), False):
-                put_back(config, _NAME, value)
+                restore_own(config, _NAME, value)
         self._set = {}
 
 
@@ -146,13 +142,12 @@ class Topic(Enum):
 
 
 class SharedIndexCheck:
-    """Looks, in the first training forward that would make a cache, whether one layer would read what another wrote.
+    """Looks, in the first training forward that would make a cache, whether one layer would read what another wrote."""
 
-    Layers write their keys and values to the cache at their `layer_idx`, and attend to all that is there. Where layers
-    share an index, or one runs several times (looped models), the cache changes the loss: a forward without it, or with
-    layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of some,
-    `does_nothing` whether it leaves the model as it is.
-    """
+    # Layers write their keys and values to the cache at their `layer_idx`, and attend to all that is there. Where
+    # layers share an index, or one runs several times (looped models), the cache changes the loss: a forward without
+    # it, or with layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of
+    # some, `does_nothing` whether it leaves the model as it is.
 
     def __init__(self, stacks: Sequence[Stack], told: set[Topic], *, drops_cache: bool, does_nothing: bool) -> None:
         self._does_nothing = does_nothing

@@ -110,11 +110,10 @@ class Attributes:
 
 
 class AttributeSnapshots:
-    """Notes what objects hold, again and again.
+    """Notes what objects hold, again and again."""
 
-    Each owner is looked into, of whatever class it is; messages give it the name that comes with it. `buffers` says how
-    those of modules are noted, `BUFFERS` or `SENT_BUFFERS`; None leaves them out.
-    """
+    # Each owner is looked into, of whatever class it is; messages give it the name that comes with it. `buffers` says
+    # how those of modules are noted, `BUFFERS` or `SENT_BUFFERS`; None leaves them out.
 
     def __init__(self, *owners: tuple[str, object], buffers: Kind | None = None) -> None:
         self._owners: Sequence[tuple[str, object]] = owners

@@ -105,10 +105,13 @@ class ClosureSteps:
                 proof.end_replay()
             return returned, failed
 
-        returned, failed = attempt()
-        if failed is not None:
-            returned = escalation.recover(failed, self._window.fault, run_again)
-        self._window.clear()
+        try:
+            returned, failed = attempt()
+            if failed is not None:
+                returned = escalation.recover(failed, self._window.fault, run_again)
+        finally:
+            # It holds the batch.
+            self._window.clear()
         ladder.passed(size, planned)
         ladder.end_step()
         return returned

@@ -177,10 +177,8 @@ def rung_after(
     is_exact: bool,
     rerun: int = 1,
 ) -> Rung | None:
-    """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes.
-
-    The last `rerun` of a step gets the leanest plan of the modes.
-    """
+    """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes."""
+    # The last `rerun` of a step gets the leanest plan of the modes.
     if rerun >= MOST_RERUNS:
         return leanest_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host)
     growth: float = 2 ** (rerun - 1)

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.accumulation_window import TrainerCall, describe_inputs, named_tensors, one_of_each_device
+from hf_ckpt.recovery.accumulation_window import (
+    Beginning,
+    TrainerCall,
+    describe_inputs,
+    named_tensors,
+    one_of_each_device,
+)
 from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 from hf_ckpt.regions.execution_state import RandomState
@@ -53,7 +59,7 @@ class EvaluationRecovery:
         return returned
 
     def _try(self, call: TrainerCall) -> tuple[Any, Failure | None]:
-        noted, randomness = self._snapshots.now(), RandomState.of(*self._on_devices)
+        beginning = Beginning(self._snapshots.now(), RandomState.of(*self._on_devices), ())
         # A step may take entries out of what it is given.
         call = call.with_inputs(copy.copy(call.inputs))
         with self._gathers_once():
@@ -62,10 +68,9 @@ class EvaluationRecovery:
             return returned, None
         if self._is_gathering:
             self._give_up(failure, call.inputs, "It was sending to the other processes.")
-        if lost := noted.describe_lost():
-            self._give_up(failure, call.inputs, f"It cannot be undone: {lost}.")
-        noted.restore()
-        randomness.restore()
+        if fault := beginning.fault():
+            self._give_up(failure, call.inputs, f"It cannot be undone: {fault}.")
+        beginning.restore()
         return None, failure
 
     def _whole_or_in_halves(self, call: TrainerCall) -> Any:
@@ -94,10 +99,8 @@ class EvaluationRecovery:
 
     @contextmanager
     def _gathers_once(self) -> Iterator[None]:
-        """Let a batch gather from other processes what it has not gathered yet, however often it runs again.
-
-        The Trainer counts the labels of all processes' batches, to divide the loss of each by: that of a part too.
-        """
+        """Let a batch gather from other processes what it has not gathered yet, however often it runs again."""
+        # The Trainer counts the labels of all processes' batches, to divide the loss of each by: that of a part too.
         accelerator = self._trainer.accelerator
         if accelerator.num_processes == 1:
             yield

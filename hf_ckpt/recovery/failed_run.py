@@ -77,11 +77,9 @@ class EndingPart:
 
 
 def describe_examples(trainer: Any, number: int, inputs: Any) -> str:
-    """Return which examples the micro-batch of a step with this number, from 0, holds, as a sentence.
-
-    They are named by their indices in the data that the Trainer reads. Draws from no generator that training draws
-    from, but reads the examples, and calls the collator again.
-    """
+    """Return which examples the micro-batch of a step with this number, from 0, holds, as a sentence."""
+    # They are named by their indices in the data that the Trainer reads. Draws from no generator that training draws
+    # from, but reads the examples, and calls the collator again.
     indices: list[int] | None = None
     # Samplers, data sets and collators are anybody's, and the run ends anyway.
     with hidden_from_modes(), suppress(Exception):

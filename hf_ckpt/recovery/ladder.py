@@ -83,10 +83,9 @@ class Size:
 
 
 class Room:
-    """What there is for a step of one run: by what failed, by the budget, and by what was measured.
+    """What there is for a step of one run: by what failed, by the budget, and by what was measured."""
 
-    Without `planning`, the planner of policy `auto`, nothing is predicted.
-    """
+    # Without `planning`, the planner of policy `auto`, nothing is predicted.
 
     def __init__(self, planning: RunPlanner | None, peak: DevicePeak) -> None:
         self._planning = planning
@@ -137,11 +136,10 @@ class Room:
 
 
 class Ladder:
-    """The rungs of one run that were needed so far, and the `level` of the one on which it stands.
+    """The rungs of one run that were needed so far, and the `level` of the one on which it stands."""
 
-    After each so many steps without trouble a faster plan returns for batches up to the largest of these steps' that
-    it would have had room for. Where nothing is predicted that is: for all that are smaller than what it failed for.
-    """
+    # After each so many steps without trouble a faster plan returns for batches up to the largest of these steps' that
+    # it would have had room for. Where nothing is predicted that is: for all that are smaller than what it failed for.
 
     def __init__(self, plan: Plan, quiet_steps: int, room: Room) -> None:
         self.rungs = [Rung(plan)]
@@ -313,11 +311,9 @@ def next_rung(
     # So many times as many layers.
     growth: float = 1.0,
 ) -> Rung | None:
-    """Return the plan that is leaner than the one in force on a model; None if there is none.
-
-    More layers are recomputed in full, then layers in segments and again within them, and as often as the binomial
-    schedule says.
-    """
+    """Return the plan that is leaner than the one in force on a model; None if there is none."""
+    # More layers are recomputed in full, then layers in segments and again within them, and as often as the binomial
+    # schedule says.
     makers: list[Callable[[Plan, Sequence[Stack], nn.Module], Rung | None]]
     makers = [partial(_more_layers, share=share, growth=growth), _nested_segments, _binomial_segments]
     if not is_exact:

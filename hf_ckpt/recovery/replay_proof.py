@@ -2,11 +2,6 @@
 
 Of each micro-batch its inputs and, once its forward has ended, its loss are noted, on the device. The replay is held
 against them bit by bit, and the state that it begins in against that which was noted.
-
-Note [Rounding]. Plans give the same bits, but for tiles and the chunked head, which add sums in another order. And some
-kernels of accelerators add in the order in which their threads end (`index_add_`, `scatter_add_`, sums of experts), for
-as long as `torch.use_deterministic_algorithms` does not forbid it: then no two runs have the same bits. In both cases
-losses may differ by what rounding makes of that, and all else is still held bit by bit.
 """
 
 from __future__ import annotations
@@ -42,6 +37,10 @@ class _Noted:
     losses: list[Tensor | Samples] = field(default_factory=list)
 
 
+# Note [Rounding]. Plans give the same bits, but for tiles and the chunked head, which add sums in another order. And
+# some kernels of accelerators add in the order in which their threads end (`index_add_`, `scatter_add_`, sums of
+# experts), for as long as `torch.use_deterministic_algorithms` does not forbid it: then no two runs have the same bits.
+# In both cases losses may differ by what rounding makes of that, and all else is still held bit by bit.
 @dataclass
 class ReplayProof:
     """Of one window, whose step and micro-batches messages call as they are given."""

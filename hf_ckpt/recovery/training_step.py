@@ -3,13 +3,6 @@
 The window of micro-batches is undone, a leaner plan put in force, and the window run again from its first micro-batch,
 with the same inputs and the same random numbers: to the bit what that plan would have given at once. `ReplayProof`
 holds it against the attempt that failed.
-
-Note [Alone among others]. What is sent in a window under DistributedDataParallel is what its forwards send when they
-begin (buffers, the order of buckets) and the gradients of its last backward. A process that has failed before the first
-of those gradients has sent nothing that the others would not have been sent in any case. It may take its time and run
-again, if it does not send again what its forwards have sent. The others wait in their first bucket, need no message,
-and may stand on another plan: checkpointing sends nothing. From the first gradient on a window cannot be left: the
-reducer does not take it back, and nobody knows which of the others have it.
 """
 
 from __future__ import annotations
@@ -50,6 +43,12 @@ _TO_DO = (
 )
 
 
+# Note [Alone among others]. What is sent in a window under DistributedDataParallel is what its forwards send when they
+# begin (buffers, the order of buckets) and the gradients of its last backward. A process that has failed before the
+# first of those gradients has sent nothing that the others would not have been sent in any case. It may take its time
+# and run again, if it does not send again what its forwards have sent. The others wait in their first bucket, need no
+# message, and may stand on another plan: checkpointing sends nothing. From the first gradient on a window cannot be
+# left: the reducer does not take it back, and nobody knows which of the others have it.
 class DataParallel:
     """What this process has sent in a window; see Note [Alone among others]. `wrapper` is around the trained model."""
 

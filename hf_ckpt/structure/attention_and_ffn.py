@@ -81,10 +81,8 @@ class PartFinder:
         self._with_attention: dict[type, bool] = {}
 
     def is_layer(self, module: nn.Module) -> bool:
-        """Whether a module is a layer: one that transformers can checkpoint, or one with an attention and an ffn.
-
-        Blocks of convolutions and single attentions in image tokenizers are no layers.
-        """
+        """Whether a module is a layer: one that transformers can checkpoint, or one with an attention and an ffn."""
+        # Blocks of convolutions and single attentions in image tokenizers are no layers.
         attention, ffn, _ = self.parts(module)
         has_ffn = bool(ffn) or self._has_inline_ffn(list(self.children(module)), ())
         if stored(module, "gradient_checkpointing") is not None:
@@ -110,11 +108,9 @@ class PartFinder:
         return found["attention"], () if inline else found["ffn"], inline
 
     def computes_attention(self, module: nn.Module) -> bool:
-        """Whether a layer computes attention, whose output mode `selective_attention` keeps.
-
-        Names do not say: a mixer of states or convolutions may be called an attention (RWKV, lightning attention).
-        The code is read, without the ffn's: routers have a softmax too.
-        """
+        """Whether a layer computes attention, whose output mode `selective_attention` keeps."""
+        # Names do not say: a mixer of states or convolutions may be called an attention (RWKV, lightning attention).
+        # The code is read, without the ffn's: routers have a softmax too.
         ffn = self.parts(module)[1]
         return any(
             self._calls_attention(child) for name, child in module.named_modules() if not is_at_or_below(name, *ffn)
@@ -169,10 +165,9 @@ class PartFinder:
         return len(weight_shape(child) or ()) >= 2 or len(self._shapes.get(child, {}).get("weight", ())) >= 2
 
     def _has_inline_ffn(self, children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
-        """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules).
-
-        One matrix that is called an ffn is half of one, whatever the other is called (`proj_mlp` next to an attention).
-        """
+        """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules)."""
+        # One matrix that is called an ffn is half of one, whatever the other is called (`proj_mlp` next to an
+        # attention).
         if not ffn and any(
             self._is_linear(child) and _FFN_WORDS.intersection(words_of(name)) for name, child in children
         ):

@@ -101,10 +101,8 @@ def _output_embeddings(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
 
 
 def _origins(function: Any) -> Iterator[str]:
-    """Yield the modules that a function and whatever it is wrapped around come from.
-
-    A wrapper may go by the name of what it wraps, and what it wraps by the name of what it replaces: both count.
-    """
+    """Yield the modules that a function and whatever it is wrapped around come from."""
+    # A wrapper may go by the name of what it wraps, and what it wraps by the name of what it replaces: both count.
     while function is not None:
         while isinstance(function, partial):
             function = function.func

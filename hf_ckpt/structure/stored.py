@@ -1,6 +1,6 @@
 """What modules store, read without running code of the model: no property, no parametrisation, no `__getattr__`.
 
-And one way to set an attribute for a while: what the object itself had is noted by `own`, and is back after `put_back`.
+And one way to set an attribute for a while: `own` notes what the object itself had, and `restore_own` brings it back.
 
 Reading a parametrised weight computes it: buffers advance (spectral norm) and random numbers are drawn, which makes
 another model of it without a word.
@@ -47,10 +47,8 @@ class ByModel(Generic[Noted]):
 
 
 def stored(owner: object, name: str) -> Any:
-    """Return what an object or its class stores under a name; None where nothing is, or it would be computed.
-
-    A module that a compiler wraps is looked at itself, not its wrapper.
-    """
+    """Return what an object or its class stores under a name; None where nothing is, or it would be computed."""
+    # A module that a compiler wraps is looked at itself, not its wrapper.
     places: tuple[Any, ...] = (getattr(owner, "__dict__", {}),)
     if isinstance(owner, nn.Module):
         while (inner := owner._modules.get(COMPILED_INSIDE)) is not None:
@@ -75,7 +73,7 @@ def own(owner: object, name: str) -> Any:
     return vars(owner).get(name, Missing)
 
 
-def put_back(owner: object, name: str, found: object) -> None:
+def restore_own(owner: object, name: str, found: object) -> None:
     """Let an object have again what `own` has returned."""
     if found is Missing:
         vars(owner).pop(name, None)
@@ -91,7 +89,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     try:
         yield
     finally:
-        put_back(owner, name, found)
+        restore_own(owner, name, found)
 
 
 def adapter_configs(model: object) -> dict[str, Any]:
@@ -109,10 +107,8 @@ def inside_adapters(module: nn.Module) -> nn.Module:
 
 
 def weight_shape(module: nn.Module) -> torch.Size | None:
-    """Return the shape of a module's own weight; None without one.
-
-    Of a parametrised weight it is that of the largest tensor that it is computed from.
-    """
+    """Return the shape of a module's own weight; None without one."""
+    # Of a parametrised weight it is that of the largest tensor that it is computed from.
     if (weight := module._parameters.get("weight")) is not None:
         return weight.shape
     parametrised = stored(module._modules.get("parametrizations"), "weight")

@@ -56,10 +56,9 @@ class _Run(Enum):
 
 
 class _Backward:
-    """The regions that one backward has entered, by an output, and left, by an input or by a weight.
+    """The regions that one backward has entered, by an output, and left, by an input or by a weight."""
 
-    Each with whether its module was in training mode; None in a model that was not.
-    """
+    # Each with whether its module was in training mode; None in a model that was not.
 
     def __init__(self) -> None:
         self.entered: set[tuple[_Key, bool | None]] = set()
@@ -67,11 +66,10 @@ class _Backward:
 
 
 class FirstStep:
-    """Watches the first step of a model under a plan, and holds it against the plan.
+    """Watches the first step of a model under a plan, and holds it against the plan."""
 
-    A Trainer's step is all from `start` to `finish`. In a loop of one's own nobody says where a step ends: there
-    `start_with_forward` watches from the next forward until a backward that has come to a region has ended.
-    """
+    # A Trainer's step is all from `start` to `finish`. In a loop of one's own nobody says where a step ends: there
+    # `start_with_forward` watches from the next forward until a backward that has come to a region has ended.
 
     def __init__(self, model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> None:
         self._model = model
@@ -119,10 +117,8 @@ class FirstStep:
                     self._hooks.append(module.register_forward_hook(watch, with_kwargs=True))
 
     def start_with_forward(self) -> None:
-        """Place the hooks when the model is next called with gradients.
-
-        The backward that ends the watch raises `PlanMismatchError` where something is not as planned.
-        """
+        """Place the hooks when the model is next called with gradients."""
+        # The backward that ends the watch raises `PlanMismatchError` where something is not as planned.
         self._ends_with_backward = True
         self._hooks += [owner.register_forward_pre_hook(self._start_now) for owner in self._owners]
 

@@ -30,12 +30,10 @@ def switch_input_gradients(model: nn.Module, is_on: bool | None) -> list[Removab
 
 
 def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested: bool | None) -> bool | None:
-    """Decide whether the embeddings' output should require gradients, and log the choice and its price.
-
-    What the user `requested` counts. Otherwise they are on for PEFT models, unless the first trainable parameter is in
-    a later layer, where they would make the frozen layers below keep activations and run backward for nothing. Returns
-    None to leave a model without PEFT as it is.
-    """
+    """Decide whether the embeddings' output should require gradients, and log the choice and its price."""
+    # What the user `requested` counts. Otherwise they are on for PEFT models, unless the first trainable parameter is
+    # in a later layer, where they would make the frozen layers below keep activations and run backward for nothing.
+    # Returns None to leave a model without PEFT as it is.
     if requested is not None:
         return requested
     if not any(map(adapter_configs, model.modules())):

@@ -37,11 +37,10 @@ _PRODUCTS = ("mm", "addmm", "linear")
 
 
 class StepClock(Part):
-    """Counts the tokens that training steps see and the seconds they take.
+    """Counts the tokens that training steps see and the seconds they take."""
 
-    Tokens are counted at the model's input embeddings, padding included. The first step is left out: it pays for
-    allocations and for the check of the plan.
-    """
+    # Tokens are counted at the model's input embeddings, padding included. The first step is left out: it pays for
+    # allocations and for the check of the plan.
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -100,10 +99,8 @@ def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_
 
 
 def _peak_memory(of_device: int | None) -> dict[str, float]:
-    """Return the highest memory so far: of the device's allocator where one counts, of the process otherwise.
-
-    One entry; none where the system does not report it.
-    """
+    """Return the highest memory so far: of the device's allocator where one counts, of the process otherwise."""
+    # One entry; none where the system does not report it.
     if of_device is not None:
         return {"peak_allocated_gib": of_device / GIB}
     try:
@@ -117,13 +114,11 @@ def _peak_memory(of_device: int | None) -> dict[str, float]:
 
 
 def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
-    """Return the share of the layers' weights whose forward runs again in backward, counted once per extra run.
-
-    A nested segment runs its layers twice more, with snapshots as often as the binomial schedule says, and a layer
-    under `full` runs twice more what it runs in tiles: the share can exceed 1. Weights stand for the work of a forward:
-    the matrix products of a layer take time in proportion to them, and what `selective` recomputes between them has
-    next to none.
-    """
+    """Return the share of the layers' weights whose forward runs again in backward, counted once per extra run."""
+    # A nested segment runs its layers twice more, with snapshots as often as the binomial schedule says, and a layer
+    # under `full` runs twice more what it runs in tiles: the share can exceed 1. Weights stand for the work of a
+    # forward: the matrix products of a layer take time in proportion to them, and what `selective` recomputes between
+    # them has next to none.
     each = [
         (entry, layer, times)
         for planned, stack in zip(plan.stacks, stacks, strict=True)

@@ -63,10 +63,8 @@ def say_who_governs(args: TrainingArguments, model: nn.Module, *, is_quiet: bool
 
 
 def say_overruled(args: TrainingArguments, what: str, *, is_quiet: bool) -> None:
-    """Say that the policy governs in place of something that the user asked for.
-
-    A warning, which Python shows where no logging is set up: it is said under `disable_tqdm` too.
-    """
+    """Say that the policy governs in place of something that the user asked for."""
+    # A warning, which Python shows where no logging is set up: it is said under `disable_tqdm` too.
     if args.process_index == 0:
         is_shown = not is_quiet and transformers_logging.get_verbosity() <= logging.WARNING
         level = logging.WARNING if is_shown else logging.INFO

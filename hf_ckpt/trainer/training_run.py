@@ -64,10 +64,8 @@ class TrainingRun:
         self.clock = StepClock()
 
     def change_plan(self, plan: Plan, *, is_alone: bool = False) -> None:
-        """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes.
-
-        With `is_alone` other processes know nothing of it, and it is known to suit the model.
-        """
+        """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes."""
+        # With `is_alone` other processes know nothing of it, and it is known to suit the model.
         prove = self.proven.prove_under(plan)
 
         def put() -> Applied:

@@ -182,11 +182,11 @@ def test_value_in_the_training_arguments_is_the_users_wish_for_evaluation(tmp_pa
 def test_model_without_a_config_of_transformers_is_left_alone(config: object) -> None:
     model = nn.Linear(2, 2)
     values = UseCache(model)
-    values.off()
+    values.set({})
     values.restore()
     model.config = config
     values = UseCache(model)
-    values.off()
+    values.set({})
     values.restore()
     assert model.config == config
 
@@ -194,7 +194,7 @@ def test_model_without_a_config_of_transformers_is_left_alone(config: object) ->
 def test_value_that_somebody_sets_while_it_is_off_is_not_overwritten() -> None:
     model = llama(use_cache=False)
     values = UseCache(model)
-    values.off()
+    values.set({})
     model.config.use_cache = True
     values.restore()
     assert model.config.use_cache is True
