@@ -222,7 +222,7 @@ def steps_svg(steps: Mapping[str, StepMemory], device: Device) -> str:
     across, down = 330.0, 260.0
     width = max(num_columns * across, 2 * across)
     height = down * math.ceil(len(steps) / num_columns)
-    drawn = []
+    drawn: list[str] = []
     stacked = {name: step.timeline.stacked() for name, step in steps.items()}
     high = max(moments[-1] for moments, _ in stacked.values())
     ceiling = 1.06 * max(step.peak_bytes for step in steps.values())
@@ -257,7 +257,7 @@ def checkpoints_svg(panels: Mapping[str, tuple[Points, str, Points]], optimum: f
     `panels`: what was simulated, the formula in words, and its curve. `optimum`: the number that theory calls best.
     """
     height, across = 420.0, 560.0
-    drawn = []
+    drawn: list[str] = []
     for number, (title, (simulated, formula, curve)) in enumerate(panels.items()):
         marks, line = ([(math.log2(x), peak) for x, peak in each] for each in (simulated, curve))
         floor = 0.9 * min(peak for _, peak in (*marks, *line))
@@ -265,7 +265,7 @@ def checkpoints_svg(panels: Mapping[str, tuple[Points, str, Points]], optimum: f
         frame = Frame.around([*marks, *line], left, left + across - 100, 50.0, height - 44, floor)
         ticks = ((float(power), str(2**power)) for power in range(math.ceil(frame.low), int(frame.high) + 1))
         drawn += frame.axes("peak", "checkpoints (segments, each with a saved input)", ticks)
-        best = [frame.at(math.log2(optimum), level) for level in (frame.floor, frame.ceiling)]
+        best = frame.at(math.log2(optimum), frame.floor), frame.at(math.log2(optimum), frame.ceiling)
         places, along = [frame.at(*each) for each in marks], [frame.at(*each) for each in line]
         drawn += [_line(*best, "best"), _curve(along), *(_mark(at, title, "point") for at in places)]
         drawn.append(element("text", escape(title), x=left, y=20, text_anchor="start"))
