@@ -125,9 +125,11 @@ def _labels(
     `all_`: further away too, with a line to the point, for a picture that nobody can point at.
     """
     taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in points.values()]
-    # Each stretch of a line is as good as a box.
+    # Each short piece of a line is as good as a box.
     for (x, y), (to_x, to_y) in chain.from_iterable(map(pairwise, lines)):
-        taken.append((min(x, to_x) - 3, min(y, to_y) - 3, max(x, to_x) + 3, max(y, to_y) + 3))
+        places = [(x + share / 8 * (to_x - x), y + share / 8 * (to_y - y)) for share in range(9)]
+        for (left, top), (right, low) in pairwise(places):
+            taken.append((min(left, right) - 3, min(top, low) - 3, max(left, right) + 3, max(top, low) + 3))
     for name, (x, y) in points.items():
         width = _LETTER * len(name)
         for at, low, anchor in _places(x, y, 300 if all_ else 0):
