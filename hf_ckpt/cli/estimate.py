@@ -209,13 +209,9 @@ def _code(document: tables.Document, options: argparse.Namespace) -> int:
 def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
     """Return the estimate, whose rows were printed as they came, unless all is to be JSON."""
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate.estimate import LEAST, QUICK, SENT, WAITING, estimate_as_json, row_as_json
+    from hf_ckpt.estimate.estimate import estimate_as_json, row_as_json
 
-    names: tuple[str, ...] = ()
-    if options.quick:
-        # With those of what is allowed besides modes.
-        sent = () if options.offload is None else (SENT, LEAST) if options.head == "chunked" else (SENT,)
-        names = (*QUICK, *sent, *(() if options.weights is None else (WAITING,)))
+    names = _quick(options) if options.quick else ()
     progress.total = estimates.num_estimate_rows(subject, devices, names)
     opening: dict[str, Any] = {}
     for found in estimates.growing(subject, devices, progress.say, names):
@@ -229,6 +225,14 @@ def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Name
                     progress.show(text)
         progress.done = len(found.rows)
     return found
+
+
+def _quick(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the policies that a quick estimate has, with those of what is allowed besides modes."""
+    from hf_ckpt.estimate.estimate import LEAST, QUICK, SENT, WAITING
+
+    allowed = () if options.offload is None else (SENT, LEAST) if options.head == "chunked" else (SENT,)
+    return (*QUICK, *allowed, *(() if options.weights is None else (WAITING,)))
 
 
 def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:

@@ -204,18 +204,23 @@ def _run_or_launch(options: argparse.Namespace) -> int:
         # Without a GPU, accelerate would start one process whatever is asked.
         if (wanted := options.processes) > (num_gpus := torch.accelerator.device_count()):
             raise RecipeError(f"--processes {wanted}: each has a GPU of its own, and this machine has {num_gpus}.")
-    # Else the launcher adds a traceback of its own to what the processes said.
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    if options.config_file is not None:
-        command += ["--config_file", str(options.config_file)]
-    else:
-        # Every option is given, so that accelerate names no defaults. Precision is the recipe's.
-        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += [] if options.processes is None else ["--num_processes", str(options.processes)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *_launch_options(options)]
     command += ["--module", "hf_ckpt.cli.finetune", options.recipe, *options.overrides]
     command += [f"--{name}" for name in _FLAGS if getattr(options, name)]
     # In place of this process: signals and the exit code are the launcher's.
     os.execv(sys.executable, command)
+
+
+def _launch_options(options: argparse.Namespace) -> Iterator[str]:
+    # Else the launcher adds a traceback of its own to what the processes said.
+    yield "--quiet"
+    if options.config_file is not None:
+        yield from ("--config_file", str(options.config_file))
+    else:
+        # Every option is given, so that accelerate names no defaults. Precision is the recipe's.
+        yield from ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+    if options.processes is not None:
+        yield from ("--num_processes", str(options.processes))
 
 
 def _is_deepspeed(path: Path | None) -> bool:

@@ -35,7 +35,12 @@ def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
     """Return what each process will hold."""
     launch.check()
     found = _of_file(launch.config) if launch.config is not None else Sharding()
-    of_recipe = _of_recipe(recipe)
+    training = recipe.training
+    of_recipe: Sharding | None = None
+    if training.get("fsdp"):
+        of_recipe = _fsdp(_fsdp_config(training), 1, where="training.fsdp_config")
+    elif training.get("deepspeed"):
+        of_recipe = _deepspeed(_mapping(training["deepspeed"]), 1, where="training.deepspeed")
     if of_recipe is not None:
         if found.engine not in ("none", "ddp"):
             raise RecipeError(
@@ -160,15 +165,6 @@ def _deepspeed(config: Mapping[str, Any], world_size: int, *, where: str) -> Sha
 
 
 # --- The recipe. ---
-
-
-def _of_recipe(recipe: Recipe) -> Sharding | None:
-    training = recipe.training
-    if training.get("fsdp"):
-        return _fsdp(_fsdp_config(training), 1, where="training.fsdp_config")
-    if training.get("deepspeed"):
-        return _deepspeed(_mapping(training["deepspeed"]), 1, where="training.deepspeed")
-    return None
 
 
 def _fsdp_config(training: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,9 +125,11 @@ def _labels(
     `all_`: further away too, with a line to the point, for a picture that nobody can point at.
     """
     taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in points.values()]
-    # Each stretch of a line is as good as a box.
+    # Each short piece of a line is as good as a box.
     for (x, y), (to_x, to_y) in chain.from_iterable(map(pairwise, lines)):
-        taken.append((min(x, to_x) - 3, min(y, to_y) - 3, max(x, to_x) + 3, max(y, to_y) + 3))
+        places = [(x + share / 8 * (to_x - x), y + share / 8 * (to_y - y)) for share in range(9)]
+        for (left, top), (right, low) in pairwise(places):
+            taken.append((min(left, right) - 3, min(top, low) - 3, max(left, right) + 3, max(top, low) + 3))
     for name, (x, y) in points.items():
         width = _LETTER * len(name)
         for at, low, anchor in _places(x, y, 300 if all_ else 0):
@@ -222,7 +224,7 @@ def steps_svg(steps: Mapping[str, StepMemory], device: Device) -> str:
     across, down = 330.0, 260.0
     width = max(num_columns * across, 2 * across)
     height = down * math.ceil(len(steps) / num_columns)
-    drawn = []
+    drawn: list[str] = []
     stacked = {name: step.timeline.stacked() for name, step in steps.items()}
     high = max(moments[-1] for moments, _ in stacked.values())
     ceiling = 1.06 * max(step.peak_bytes for step in steps.values())
@@ -257,7 +259,7 @@ def checkpoints_svg(panels: Mapping[str, tuple[Points, str, Points]], optimum: f
     `panels`: what was simulated, the formula in words, and its curve. `optimum`: the number that theory calls best.
     """
     height, across = 420.0, 560.0
-    drawn = []
+    drawn: list[str] = []
     for number, (title, (simulated, formula, curve)) in enumerate(panels.items()):
         marks, line = ([(math.log2(x), peak) for x, peak in each] for each in (simulated, curve))
         floor = 0.9 * min(peak for _, peak in (*marks, *line))
@@ -265,7 +267,7 @@ def checkpoints_svg(panels: Mapping[str, tuple[Points, str, Points]], optimum: f
         frame = Frame.around([*marks, *line], left, left + across - 100, 50.0, height - 44, floor)
         ticks = ((float(power), str(2**power)) for power in range(math.ceil(frame.low), int(frame.high) + 1))
         drawn += frame.axes("peak", "checkpoints (segments, each with a saved input)", ticks)
-        best = [frame.at(math.log2(optimum), level) for level in (frame.floor, frame.ceiling)]
+        best = frame.at(math.log2(optimum), frame.floor), frame.at(math.log2(optimum), frame.ceiling)
         places, along = [frame.at(*each) for each in marks], [frame.at(*each) for each in line]
         drawn += [_line(*best, "best"), _curve(along), *(_mark(at, title, "point") for at in places)]
         drawn.append(element("text", escape(title), x=left, y=20, text_anchor="start"))

@@ -6,7 +6,7 @@ Weights are random: what a step takes does not depend on them. Quantised ones ar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,22 @@ def measure(
 
 def text(found: Measured) -> str:
     """Return what was measured and predicted as text."""
-    parts = [f"hf-ckpt profile {found.subject.title}"]
-    parts += facts(
-        [
-            *found.subject.facts,
-            *facts_of(device_as_json(found.device, capacity_of(found.device))),
-            *_rates(found.device),
-        ]
+    device, time = found.device, found.predicted.time
+    rates = ", ".join(f"{name} {flops / 1e12:.3g}" for name, flops in device.matmul_flops.items())
+    measured = (
+        f"products {rates} TFLOP/s; memory {device.memory_bandwidth / 1e9:.3g} GB/s; host link "
+        f"{device.host_link / 1e9:.3g} GB/s; {1e6 * device.launch_seconds:.3g} us for the host to start an operator"
     )
-    return "\n".join([*parts, "", found.profile.table(), "", *_beside(found)])
+    named = [*found.subject.facts, *facts_of(device_as_json(device, capacity_of(device))), ("measured", measured)]
+    rows = [(name, format_seconds(getattr(time, name))) for name in _PHASES if getattr(time, name)]
+    rows += [("step", format_seconds(time.total)), ("peak", format_bytes(found.predicted.peak_bytes))]
+    lines = [f"hf-ckpt profile {found.subject.title}", *facts(named), "", found.profile.table(), ""]
+    lines += ["Predicted with these rates", *columns(rows, (1,))]
+    if found.profile.is_resident:
+        lines.append(
+            "Resident memory of a process has the interpreter and its libraries in it, and what was freed and kept."
+        )
+    return "\n".join(lines)
 
 
 def profile_as_json(found: Measured) -> dict[str, Any]:
@@ -115,20 +122,18 @@ def profile_as_json(found: Measured) -> dict[str, Any]:
 
 def _check_room(predictor: Predictor, predicted: StepMemory) -> None:
     subject, device = predictor.subject, predictor.device
-    free = predictor.capacity(device).allocated_bytes if device.is_cuda else _free_host_bytes(device)
+    free = device.memory_bytes // 2
+    if device.is_cuda:
+        free = predictor.capacity(device).allocated_bytes
+    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        # What nobody uses, as far as the system tells.
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if predicted.peak_bytes > free:
         raise RecipeError(
             f"A step of {subject.title} needs {format_bytes(predicted.peak_bytes)}, and {device.title} has "
             f"{format_bytes(free)} for it: it cannot be run here. Predict it instead (hf-ckpt estimate), shorten the "
             "sequences (data.max_length=512), or take another plan (checkpointing.policy=full)."
         )
-
-
-def _free_host_bytes(device: Device) -> int:
-    """Return what nobody uses, as far as the system tells."""
-    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return device.memory_bytes // 2
 
 
 def _running(
@@ -172,23 +177,3 @@ def _inputs(subject: Subject, place: torch.device) -> dict[str, Tensor]:
     if step.is_packed:
         inputs["position_ids"] = torch.arange(step.seq_length, device=place)[None] % max(1, step.seq_length // 2)
     return inputs
-
-
-def _rates(device: Device) -> Iterator[tuple[str, str]]:
-    rates = ", ".join(f"{name} {flops / 1e12:.3g}" for name, flops in device.matmul_flops.items())
-    yield (
-        "measured",
-        f"products {rates} TFLOP/s; memory {device.memory_bandwidth / 1e9:.3g} GB/s; host link "
-        f"{device.host_link / 1e9:.3g} GB/s; {1e6 * device.launch_seconds:.3g} us for the host to start an operator",
-    )
-
-
-def _beside(found: Measured) -> Iterator[str]:
-    yield "Predicted with these rates"
-    time = found.predicted.time
-    rows = [(name, format_seconds(getattr(time, name))) for name in _PHASES if getattr(time, name)]
-    yield from columns(
-        [*rows, ("step", format_seconds(time.total)), ("peak", format_bytes(found.predicted.peak_bytes))], (1,)
-    )
-    if found.profile.is_resident:
-        yield "Resident memory of a process has the interpreter and its libraries in it, and what was freed and kept."

@@ -32,22 +32,19 @@ def check_config(recipe: Recipe) -> None:
     name = section["name_or_path"]
     folder = Path(name)
     if folder.is_dir():
-        _check_file(folder / "config.json")
+        path = folder / "config.json"
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RecipeError(f"model.name_or_path: {path} cannot be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise RecipeError(f"model.name_or_path: {path} is not valid JSON: {error}.") from error
+        if not isinstance(fields, Mapping):
+            raise RecipeError(f"model.name_or_path: {path} describes no model.")
     elif is_path(name):
         raise RecipeError(f"model.name_or_path: there is no folder {name}. Check the path, or give a hub id.")
     elif in_hub_cache(name, section.get("revision")) is None and name not in known_configs() and not is_reachable():
         raise RecipeError(not_to_be_had(name, "it is not cached, and the hub cannot be reached"))
-
-
-def _check_file(path: Path) -> None:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"model.name_or_path: {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise RecipeError(f"model.name_or_path: {path} is not valid JSON: {error}.") from error
-    if not isinstance(fields, Mapping):
-        raise RecipeError(f"model.name_or_path: {path} describes no model.")
 
 
 def not_to_be_had(name: str, reason: str) -> str:

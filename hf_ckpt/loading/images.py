@@ -33,21 +33,18 @@ def load_processor(model_section: Mapping[str, Any], data_section: Mapping[str, 
     if "chat_template" in data_section:
         processor.chat_template = processor.tokenizer.chat_template
     if "max_pixels" in data_section:
-        _bound_pixels(processor.image_processor, data_section)
+        # Larger images are made smaller.
+        reader, most = processor.image_processor, data_section["max_pixels"]
+        if not all(hasattr(reader, name) for name in ("patch_size", "merge_size")):
+            raise DataError(
+                f"data.max_pixels = {most}: {type(reader).__name__} gives images a size of its own. Remove "
+                "data.max_pixels."
+            )
+        # Of such a reader these edges are numbers of pixels.
+        edges = {"longest_edge": most, "shortest_edge": min(most, reader.size["shortest_edge"])}
+        reader.size = type(reader.size)(**edges)
+        check_images_fit(data_section, most // (reader.patch_size * reader.merge_size) ** 2)
     return processor
-
-
-def _bound_pixels(reader: Any, section: Mapping[str, Any]) -> None:
-    """Let a reader of images make larger ones smaller."""
-    most = section["max_pixels"]
-    if not all(hasattr(reader, name) for name in ("patch_size", "merge_size")):
-        raise DataError(
-            f"data.max_pixels = {most}: {type(reader).__name__} gives images a size of its own. Remove data.max_pixels."
-        )
-    # Of such a reader these edges are numbers of pixels.
-    edges = {"longest_edge": most, "shortest_edge": min(most, reader.size["shortest_edge"])}
-    reader.size = type(reader.size)(**edges)
-    check_images_fit(section, most // (reader.patch_size * reader.merge_size) ** 2)
 
 
 def check_images_fit(section: Mapping[str, Any], tokens_per_image: int) -> None:

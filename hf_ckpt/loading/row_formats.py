@@ -260,15 +260,10 @@ class Encoder:
 
     def _encode(self, example: Example) -> Tokens:
         if isinstance(example, Text):
-            return self._encode_text(example)
+            return self._end(_NONE.then(self._ids(example.text), True)) if example.text.strip() else _NONE
         if isinstance(example, PromptCompletion):
             return self._encode_prompt_completion(example)
         return self._encode_conversation(example)
-
-    def _encode_text(self, example: Text) -> Tokens:
-        if not example.text.strip():
-            return _NONE
-        return self._end(_NONE.then(self._ids(example.text), True))
 
     def _encode_prompt_completion(self, example: PromptCompletion) -> Tokens:
         if not example.completion.strip():
@@ -280,20 +275,21 @@ class Encoder:
     def _encode_conversation(self, example: Conversation) -> Tokens:
         messages = example.messages
         if self.loss_on == "all":
-            return self._end(_NONE.then(self._template_ids(messages), True)) if messages else _NONE
+            if not messages:
+                return _NONE
+            return self._end(_NONE.then(list(self._apply_template(messages, return_dict=True)["input_ids"]), True))
         # What follows the last assistant turn is neither learned nor seen by anything that is.
         while messages and messages[-1]["role"] != "assistant":
             messages = messages[:-1]
         if not messages:
             return _NONE
-        return self._end((self._marked_turns if self._marks_turns() else self._grown_turns)(messages))
+        if not self._marks_turns():
+            return self._end(self._grown_turns(messages))
+        encoded = self._apply_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return self._end(Tokens(list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]))
 
     def _marks_turns(self) -> bool:
         return _GENERATION_BLOCK.search(self.tokenizer.get_chat_template()) is not None
-
-    def _marked_turns(self, messages: list[dict[str, Any]]) -> Tokens:
-        encoded = self._apply_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return Tokens(list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]])
 
     def _grown_turns(self, messages: list[dict[str, Any]]) -> Tokens:
         """Find the assistant's turns by rendering the conversation up to each one, and with it."""
@@ -313,9 +309,6 @@ class Encoder:
                     yield self._apply_template(messages[:at], tokenize=False, add_generation_prompt=True), False
                 yield self._apply_template(messages[: at + 1], tokenize=False), True
 
-    def _template_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        return list(self._apply_template(messages, return_dict=True)["input_ids"])
-
     def _apply_template(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
@@ -334,13 +327,11 @@ class Encoder:
 
     def _ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        if add_special_tokens and ids[-1:] == [self.tokenizer.eos_token_id] and self._closes_every_text():
+        eos = self.tokenizer.eos_token_id
+        # A tokenizer may add EOS by itself, to a prompt too. An empty text would not tell BOS from EOS.
+        if add_special_tokens and ids[-1:] == [eos] and self.tokenizer.encode("a")[-1] == eos:
             return ids[:-1]
         return ids
-
-    def _closes_every_text(self) -> bool:
-        """Whether the tokenizer adds EOS by itself, to a prompt too. An empty text would not tell BOS from EOS."""
-        return bool(self.tokenizer.encode("a")[-1] == self.tokenizer.eos_token_id)
 
     def _end(self, tokens: Tokens) -> Tokens:
         """Close an example with one learned EOS, note [end].

@@ -58,23 +58,19 @@ def load_splits(section: Mapping[str, Any]) -> RawSplits:
     if (limit := section.get("max_examples")) is not None:
         train = train.select(range(min(limit, len(train))))
     if (fraction := section.get("eval_fraction")) is not None:
-        return _hold_out(train, fraction, section.get("seed", DEFAULT_SEED))
+        num_eval = round(len(train) * fraction)
+        if not 0 < num_eval < len(train):
+            raise DataError(
+                f"data.eval_fraction: {fraction} of {len(train)} training rows is {num_eval} rows; at least one is "
+                "needed on each side. Choose another fraction, or use data.eval_split."
+            )
+        halves = train.train_test_split(test_size=num_eval, seed=section.get("seed", DEFAULT_SEED))
+        return RawSplits(halves["train"], halves["test"])
     if "eval_path" in section:
         return RawSplits(train, _load("eval_path", section["eval_path"], None, section.get("eval_split", "train")))
     if "eval_split" in section:
         return RawSplits(train, _load("path", section["path"], name, section["eval_split"]))
     return RawSplits(train, None)
-
-
-def _hold_out(rows: Dataset, fraction: float, seed: int) -> RawSplits:
-    num_eval = round(len(rows) * fraction)
-    if not 0 < num_eval < len(rows):
-        raise DataError(
-            f"data.eval_fraction: {fraction} of {len(rows)} training rows is {num_eval} rows; at least one is needed "
-            "on each side. Choose another fraction, or use data.eval_split."
-        )
-    halves = rows.train_test_split(test_size=num_eval, seed=seed)
-    return RawSplits(halves["train"], halves["test"])
 
 
 def _load(key: str, path: Paths, name: str | None, split: str) -> Dataset:
@@ -120,15 +116,11 @@ def _builder_arguments(key: str, path: Paths, name: str | None) -> dict[str, Any
             raise DataError(f"data.{key}: there is no file or directory {str(file)!r} in {str(Path.cwd())!r}.")
     if len(files) == 1 and files[0].is_dir():
         return {"path": str(files[0]), "name": name}
-    return {"path": _builder(key, files), "data_files": [str(file) for file in files]}
-
-
-def _builder(key: str, files: list[Path]) -> str:
     builders = {BUILDERS.get(file.suffix) for file in files}
-    if len(builders) != 1 or (builder := builders.pop()) is None:
+    if len(builders) != 1 or None in builders:
         found = ", ".join(sorted({file.suffix or file.name for file in files}))
         raise DataError(f"data.{key}: files of one type are needed ({', '.join(BUILDERS)}), found {found}.")
-    return builder
+    return {"path": builders.pop(), "data_files": [str(file) for file in files]}
 
 
 def _loading_failed(key: str, path: Paths, split: str, error: Exception, *, is_local: bool) -> str:

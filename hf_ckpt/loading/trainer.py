@@ -212,8 +212,7 @@ def make_trainer(
     if recipe.kind.generates:
         given |= {"reward_funcs": list(reward_funcs)}
         del given["data_collator"]
-    has_reference = hasattr(args, "precompute_ref_log_probs") and recipe.adapter_section is None
-    if has_reference and not args.precompute_ref_log_probs:
+    if recipe.adapter_section is None and not getattr(args, "precompute_ref_log_probs", True):
         # It asks a second model; with an adapter it would ask the model without it. trl would load it by its name,
         # without what the recipe says of dtype, quantisation and code.
         given["ref_model"] = copy.deepcopy(model)

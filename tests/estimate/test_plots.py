@@ -186,7 +186,7 @@ def test_a_file_shows_what_is_drawn_and_leaves_matplotlib_as_it_is(tmp_path: Pat
     sizes = {
         name: size_of(plots.paint(drawing, tmp_path / f"{name}.png", name)) for name, drawing in drawings().items()
     }
-    assert sizes == {"steps": (1375, 797), "frontier": (1000, 736), "checkpoints": (777, 625)}
+    assert sizes == {"steps": (1397, 797), "frontier": (1022, 736), "checkpoints": (800, 625)}
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or not pyplot.get_fignums()
 
