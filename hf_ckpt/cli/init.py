@@ -10,11 +10,12 @@ from pathlib import Path
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.model_options import add_model_options, model_of, training_of
-from hf_ckpt.cli.shared_options import Command, check_devices, check_folder, command_parser, say
+from hf_ckpt.cli.shared_options import Command, check_folder, command_parser, say
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.for_model import METHODS, Training
 from hf_ckpt.recipe.optional_packages import require_for
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.simulation.devices import find_device
 
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
 _COLUMNS = "a `text`, a `prompt` and a `completion`, or `messages`"
@@ -50,9 +51,12 @@ def _run(options: argparse.Namespace) -> int:
     if path.exists():
         raise RecipeError(f"--out {path}: this file is there already. Name another, or remove it.")
     check_folder("--out", path)
-    recipe = replace(training_of(options), data=options.data).recipe_for(model_of(options.model))
+    training = replace(training_of(options), data=options.data)
+    if options.device is not None and find_device(options.device).is_slow_in_bfloat16:
+        training = replace(training, dtype="float16")
+        say(f"{options.device} has no matrix units for bfloat16: the recipe computes in float16.")
+    recipe = training.recipe_for(model_of(options.model))
     if options.device is not None:
-        check_devices([options.device])
         require_for(recipe)
     path.write_text(recipe_text(recipe, path), encoding="utf-8")
     _say_what_is_next(path, options)

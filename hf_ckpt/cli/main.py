@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from hf_ckpt.cli.completion import completion
+from hf_ckpt.cli.devices import DEVICES_COMMAND
 from hf_ckpt.cli.env import ENV
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
@@ -41,6 +42,7 @@ _COMMANDS = {
     "verify": VERIFY,
     "inspect": INSPECT,
     "profile": PROFILE,
+    "devices": DEVICES_COMMAND,
     "ui": UI,
     "env": ENV,
 }

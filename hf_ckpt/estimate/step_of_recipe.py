@@ -93,6 +93,11 @@ class Subject:
         """Name of the model's own class, whatever adapters stand around it."""
         return _class_name(self.model)
 
+    @property
+    def computes_in(self) -> str:
+        """The dtype of most matrix products: that of autocast, or else that of the weights."""
+        return self.step.autocast or str(getattr(self.model, "dtype", "")).removeprefix("torch.")
+
     def simulator(self, device: Device) -> StepSimulator:
         """Return what simulates the step on a device."""
         return StepSimulator(self.model, self.step, device, self.structure)
