@@ -21,6 +21,7 @@ from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPP
 from hf_ckpt.cli.finetune import FINETUNE
 from hf_ckpt.cli.init import INIT
 from hf_ckpt.cli.inspect import INSPECT
+from hf_ckpt.cli.models import MODELS
 from hf_ckpt.cli.plan import PLAN
 from hf_ckpt.cli.profile import PROFILE
 from hf_ckpt.cli.recipes import RECIPES
@@ -42,6 +43,7 @@ _COMMANDS = {
     "verify": VERIFY,
     "inspect": INSPECT,
     "profile": PROFILE,
+    "models": MODELS,
     "devices": DEVICES_COMMAND,
     "ui": UI,
     "env": ENV,

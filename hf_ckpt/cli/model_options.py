@@ -57,9 +57,19 @@ def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
             "recipe's own keys instead, such as lora.r=16 data.max_length=2048."
         )
     else:
+        _check_owner(options.recipe)
         recipe = load_recipe(options.recipe, options.overrides)
     require_for(recipe)
     return recipe
+
+
+def _check_owner(name: str) -> None:
+    """Refuse the id of a model without its owner, where a recipe was to be named."""
+    from hf_ckpt.loading.config_files import known_configs
+    from hf_ckpt.loading.similar_models import completed
+
+    if not _is_recipe(Path(name)) and (whole := completed(name, known_configs())) is not None:
+        raise RecipeError(f"{name}: there is no such recipe, and a model is named with its owner. Write {whole}.")
 
 
 def training_of(options: argparse.Namespace) -> Training:
