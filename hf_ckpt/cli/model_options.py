@@ -14,7 +14,7 @@ from hf_ckpt.recipe.for_model import DEFAULT_RANK, METHODS, Training
 from hf_ckpt.recipe.optional_packages import require_for
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
-_OPTIONS = (*METHODS, "length", "batch")
+_OPTIONS = (*METHODS, "length", "batch", "classes", "reward", "images", "pixels")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -24,7 +24,7 @@ _IN_PLACE = "RECIPE may be a model: its id on the hub, its folder, or a config.j
 def add_model_options(
     parser: argparse.ArgumentParser, title: str = "in place of a recipe", text: str | None = _IN_PLACE
 ) -> None:
-    """Add `--lora`, `--qlora`, `--full`, `--length` and `--batch` to the parser of a command."""
+    """Add how a model is trained, on what sizes and for what, to the parser of a command."""
     group = parser.add_argument_group(title, text)
     method = group.add_mutually_exclusive_group()
     for name, text in (("lora", "LoRA of this rank"), ("qlora", "LoRA over 4-bit weights")):
@@ -32,6 +32,11 @@ def add_model_options(
     method.add_argument("--full", action="store_const", const=True, help="all weights")
     group.add_argument("--length", type=count, metavar="N", help=f"tokens of a sequence ({Training.length})")
     group.add_argument("--batch", type=count, metavar="N", help=f"sequences of a micro-batch ({Training.batch})")
+    task = group.add_mutually_exclusive_group()
+    task.add_argument("--classes", type=count, metavar="N", help="give each sequence one of N classes")
+    task.add_argument("--reward", action="store_const", const=True, help="give each sequence a score, by pairs")
+    task.add_argument("--images", type=count, metavar="N", help="read N images in each sequence")
+    group.add_argument("--pixels", type=count, metavar="M", help=f"of the largest image ({Training.pixels})")
 
 
 def read_recipe(options: argparse.Namespace) -> Recipe:
@@ -76,9 +81,12 @@ def training_of(options: argparse.Namespace) -> Training:
     """Return what the options say of the training."""
     given = _given(options)
     method = next((name for name in METHODS if name in given), Training.method)
-    sizes = {name: given[name] for name in ("length", "batch") if name in given}
+    if "pixels" in given and "images" not in given:
+        raise RecipeError("--pixels bounds an image, and no images were asked for. Add --images 1, or leave it out.")
+    sizes = {name: given[name] for name in ("length", "batch", "classes", "images", "pixels") if name in given}
     rank = given.get(method, DEFAULT_RANK)
-    return Training(method=method, rank=DEFAULT_RANK if rank is True else rank, **sizes)
+    rank = DEFAULT_RANK if rank is True else rank
+    return Training(method=method, rank=rank, is_reward="reward" in given, **sizes)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
