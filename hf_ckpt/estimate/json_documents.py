@@ -29,7 +29,11 @@ def estimate_as_json(found: Estimate) -> dict[str, Any]:
         **facts_as_json(found.subject),
         "devices": [
             {
-                **device_as_json(device, found.predictor.capacity(device), found.subject.computes_in),
+                **device_as_json(
+                    device.running(found.subject.attention),
+                    found.predictor.capacity(device),
+                    found.subject.computes_in,
+                ),
                 "budget_bytes": capacity_of_subject(found.predictor, device).num_bytes,
             }
             for device in found.devices

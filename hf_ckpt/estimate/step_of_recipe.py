@@ -102,7 +102,12 @@ class Subject:
 
     def simulator(self, device: Device) -> StepSimulator:
         """Return what simulates the step on a device."""
-        return StepSimulator(self.model, self.step, device, self.structure)
+        return StepSimulator(self.model, self.step, device.running(self.attention), self.structure)
+
+    @property
+    def attention(self) -> str | None:
+        """What the recipe says of the attention; None where it says nothing."""
+        return None if self.recipe is None else self.recipe.model.get("attn_implementation")
 
     def resolve(self, policy: object, **options: Any) -> Plan:
         """Return what a policy means for this model.

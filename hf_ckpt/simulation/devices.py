@@ -26,6 +26,7 @@ from typing import Any
 
 from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.simulation import card_files
+from hf_ckpt.simulation.attention_rates import AttentionKernel, kernel_named
 from hf_ckpt.units import ADDRESSABLE_BYTES, UNITS
 
 GIB = 2**30
@@ -78,6 +79,8 @@ class Device:
     attention_efficiency: float | None = None
     """Share of `matmul_flops` that fused attention kernels reach, causal work left out; None for what is known of the
     architecture and the kernel."""
+    attention_kernel: AttentionKernel | None = None
+    """That a model was told to run; None where torch chooses."""
     prefers_cudnn: bool | None = None
     """Whether torch tries cuDNN's attention before its own flash attention; None where no such machine could be asked.
     See `tries_cudnn_first`."""
@@ -115,6 +118,11 @@ class Device:
             selective_seconds=factor * self.selective_seconds,
         )
 
+    def running(self, attention: str | None) -> Device:
+        """Return the device with the kernel of a model's `attn_implementation`, where that names one."""
+        kernel = kernel_named(attention)
+        return self if kernel is None else replace(self, attention_kernel=kernel)
+
     @property
     def tries_cudnn_first(self) -> bool:
         """Whether torch tries cuDNN's attention before its own flash attention, as far as a call suits it.
@@ -123,6 +131,8 @@ class Device:
         later do with a cuDNN above 9.15, which their packages bring, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set
         (`check_prefer_cudnn_attention` in `sdp_utils.cpp`).
         """
+        if self.attention_kernel is not None:
+            return False
         if self.prefers_cudnn is not None:
             return self.prefers_cudnn
         return self.capability is not None and self.capability[0] in (9, 10)
@@ -151,6 +161,8 @@ class Device:
 
     def describe_attention(self) -> str | None:
         """Return which attention is tried first and how that is known; None where there is only one."""
+        if self.attention_kernel is not None:
+            return f"{self.attention_kernel}, as the model is told"
         if self.prefers_cudnn is None and not self.tries_cudnn_first:
             return None
         first = "cuDNN" if self.tries_cudnn_first else "FlashAttention-2"
