@@ -31,10 +31,10 @@ _NO_TIME = 1e6
 Row = dict[str, Any]
 
 # What is tried: the part of other operators, the idle seconds, and the share of each kernel.
-_PARTS = [each / 20 for each in range(2, 17)]
-_IDLE = [each / 10 for each in range(4, 21)]
+_PARTS = [each / 20 for each in range(17)]
+_IDLE = [each / 10 for each in range(41)]
 _OF_KERNELS = {
-    ("h100", "flash_attention_3"): [each / 100 for each in range(40, 72, 2)],
+    ("h100", "flash_attention_3"): [each / 100 for each in range(40, 72)],
     ("b200", "flash_attention_2"): [each / 1000 for each in range(100, 205, 5)],
 }
 # FlashAttention-2 on an H100 (Shah et al. 2024): no row of the fitted half has it.
@@ -104,13 +104,18 @@ def predicted(row: Row, part: float, idle: float, share: float) -> float:
 
 
 def fitted(found: list[Row]) -> dict[str, Any]:
-    """Return the constants with the least sum of squares over the half that may be fitted."""
+    """Return the constants with the least sum of squares of seconds over the half that may be fitted.
+
+    Of seconds, so that long rows count most: their time is attention's.
+    """
     of_kernel = {key: [row for row in found if row["is_fitted"] and _kernel(row) == key] for key in _OF_KERNELS}
     best: tuple[float, dict[str, Any]] = (float("inf"), {})
     for part, idle in product(_PARTS, _IDLE):
         total, shares = 0.0, {}
         for key, members in of_kernel.items():
-            sums = {share: sum(_off(row, part, idle, share) ** 2 for row in members) for share in _OF_KERNELS[key]}
+            sums = {
+                share: sum(_seconds_off(row, part, idle, share) ** 2 for row in members) for share in _OF_KERNELS[key]
+            }
             shares[" ".join(key)] = least = min(sums, key=lambda share: sums[share])
             total += sums[least]
         if total < best[0]:
@@ -120,6 +125,10 @@ def fitted(found: list[Row]) -> dict[str, Any]:
 
 def _kernel(row: Row) -> tuple[str, str]:
     return row["gpu"], row["attention"]
+
+
+def _seconds_off(row: Row, part: float, idle: float, share: float) -> float:
+    return float(predicted(row, part, idle, share) - row["seconds"])
 
 
 def _off(row: Row, part: float, idle: float, share: float) -> float:
