@@ -32,6 +32,7 @@ SUITES = {
     "budgets": "benchmarks.budgets",
     "verdicts": "benchmarks.verdicts",
     "simulation_cost": "benchmarks.simulation_cost",
+    "attention_rates": "benchmarks.attention_rates",
     "answer_time": "benchmarks.answer_time",
     "proof_launches": "benchmarks.proof_launches",
     "eight_bit": "benchmarks.eight_bit",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ def capacity_of_run(
         PolicyError: the budget is more than the device has, or there is none and the device is not a GPU.
     """
     check_budget(budget, device)
+    device = _as_granted(device)
     if budget is not None:
         num_bytes = budget.bytes_on(device.memory_bytes, device=device.title)
         return capacity_of(device, num_processes, num_bytes)
@@ -85,6 +86,7 @@ def free_host_bytes(offload: Offload | None) -> int | None:
 
 def check_budget(budget: Budget | None, device: Device) -> None:
     """Refuse a budget that a device does not have, and none where the device is not a GPU: `PolicyError`."""
+    device = _as_granted(device)
     if budget is not None:
         budget.bytes_on(device.memory_bytes, device=device.title)
     elif not device.is_cuda:
@@ -105,9 +107,34 @@ def _of_others(found: AllocatorState, device: Device, step_bytes: int) -> int:
     return max(0, found.allocated - step_bytes - 2 * workspace_bytes(device))
 
 
+def _as_granted(device: Device) -> Device:
+    """Return a device with what this process may have of it, as `set_per_process_memory_fraction` says."""
+    granted = _granted_bytes() if device.is_cuda else None
+    if granted is None or granted >= device.memory_bytes:
+        return device
+    # What is granted bounds torch's allocator; CUDA's context lies beside it.
+    return replace(
+        device,
+        memory_bytes=min(device.memory_bytes, granted + capacity_of(device).outside[0]),
+        title=f"the share of {device.title} that set_per_process_memory_fraction leaves",
+    )
+
+
+def _granted_bytes() -> int | None:
+    """Return the most that torch's allocator may hold of the current GPU; None where nobody bounded it."""
+    if not torch.cuda.is_available():
+        return None
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return int(total * fraction) if fraction < 1 else None
+
+
 def _free_on_cuda() -> AllocatorState:
     free, _ = torch.cuda.mem_get_info()
-    return AllocatorState(free, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+    reserved, granted = torch.cuda.memory_reserved(), _granted_bytes()
+    if granted is not None:
+        free = min(free, max(0, granted - reserved))
+    return AllocatorState(free, reserved, torch.cuda.memory_allocated())
 
 
 def _step_bytes(model: nn.Module, optimizer: Any) -> int:

@@ -440,7 +440,7 @@ class RunPlanner(Planning):
             planner = StepPlanner(simulator, allowed=cap_to_free_memory(self.allowed, self.host_bytes))
             found = planner.plan_for(self.capacity, compare=True)
             plain: tuple[int, float] = 0, 0.0
-            if found.exactness is not None:
+            if found.exactness is not None and found.exactness.of_none is not None:
                 without = self.capacity.needed_bytes(simulator.reserved_bytes(None))
                 plain = without, found.exactness.of_none
                 logger.info("The plan for %s: %s.", batch.describe(), found.exactness.describe())

@@ -86,7 +86,7 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
             *(command, asked, [each.to_yaml() for each in recipes], _named_files(recipes, asked), model),
             # Titles, and what relative paths mean.
             *(str(recipe.path), str(Path.cwd())),
-            [_hash(folder.rglob("*.py")) for folder in folders],
+            [_hash([*folder.rglob("*.py"), *folder.glob("simulation/*.json")]) for folder in folders],
             # What is installed beside, with versions: kernels of many packages take the place of torch's.
             sorted({path.name for folder in folders for path in folder.parent.glob("*.dist-info")}),
             # The device "cpu" is described by its processors and its memory.

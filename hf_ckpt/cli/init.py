@@ -48,9 +48,12 @@ def _run(options: argparse.Namespace) -> int:
     if path.exists():
         raise RecipeError(f"--out {path}: this file is there already. Name another, or remove it.")
     check_folder("--out", path)
-    recipe = replace(training_of(options), data=options.data).recipe_for(model_of(options.model))
+    training = replace(training_of(options), data=options.data)
+    if options.device is not None and find_device(options.device).is_slow_in_bfloat16:
+        training = replace(training, dtype="float16")
+        say(f"{options.device} has no matrix units for bfloat16: the recipe computes in float16.")
+    recipe = training.recipe_for(model_of(options.model))
     if options.device is not None:
-        find_device(options.device)
         require_for(recipe)
     path.write_text(recipe_text(recipe, path), encoding="utf-8")
     estimate = "" if options.device is not None else f"hf-ckpt estimate {path}, and "

@@ -15,11 +15,13 @@ from typing import NoReturn
 
 from hf_ckpt import second_process
 from hf_ckpt.cli.completion import completion
+from hf_ckpt.cli.devices import DEVICES_COMMAND
 from hf_ckpt.cli.env import ENV
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.finetune import FINETUNE
 from hf_ckpt.cli.init import INIT
 from hf_ckpt.cli.inspect import INSPECT
+from hf_ckpt.cli.models import MODELS
 from hf_ckpt.cli.plan import PLAN
 from hf_ckpt.cli.profile import PROFILE
 from hf_ckpt.cli.recipes import RECIPES
@@ -42,6 +44,8 @@ _COMMANDS = {
     "verify": VERIFY,
     "inspect": INSPECT,
     "profile": PROFILE,
+    "models": MODELS,
+    "devices": DEVICES_COMMAND,
     "ui": UI,
     "env": ENV,
 }

@@ -13,7 +13,7 @@ from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.recipe.recipe import DEFAULT_RANK, METHODS, Recipe, Training, load_recipe
 
-_OPTIONS = (*METHODS, "length", "batch")
+_OPTIONS = (*METHODS, "length", "batch", "classes", "reward", "images", "pixels")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -23,7 +23,7 @@ _IN_PLACE = "RECIPE may be a model: its id on the hub, its folder, or a config.j
 def add_model_options(
     parser: argparse.ArgumentParser, title: str = "in place of a recipe", text: str | None = _IN_PLACE
 ) -> None:
-    """Add `--lora`, `--qlora`, `--full`, `--length` and `--batch` to the parser of a command."""
+    """Add how a model is trained, on what sizes and for what, to the parser of a command."""
     group = parser.add_argument_group(title, text)
     method = group.add_mutually_exclusive_group()
     for name, text in (("lora", "LoRA of this rank"), ("qlora", "LoRA over 4-bit weights")):
@@ -31,6 +31,11 @@ def add_model_options(
     method.add_argument("--full", action="store_const", const=True, help="all weights")
     group.add_argument("--length", type=count, metavar="N", help=f"tokens of a sequence ({Training.length})")
     group.add_argument("--batch", type=count, metavar="N", help=f"sequences of a micro-batch ({Training.batch})")
+    task = group.add_mutually_exclusive_group()
+    task.add_argument("--classes", type=count, metavar="N", help="give each sequence one of N classes")
+    task.add_argument("--reward", action="store_const", const=True, help="give each sequence a score, by pairs")
+    task.add_argument("--images", type=count, metavar="N", help="read N images in each sequence")
+    group.add_argument("--pixels", type=count, metavar="M", help=f"of the largest image ({Training.pixels})")
 
 
 def read_recipe(options: argparse.Namespace) -> Recipe:
@@ -56,6 +61,7 @@ def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
             "recipe's own keys instead, such as lora.r=16 data.max_length=2048."
         )
     else:
+        _check_owner(options.recipe)
         recipe = load_recipe(options.recipe, options.overrides)
     require_for(recipe)
     return recipe
@@ -66,13 +72,25 @@ def require_for(recipe: Recipe, *packages: str) -> None:
     require(*packages, *([] if recipe.quantization is None else ["bitsandbytes"]))
 
 
+def _check_owner(name: str) -> None:
+    """Refuse the id of a model without its owner, where a recipe was to be named."""
+    from hf_ckpt.loading.config_files import known_configs
+    from hf_ckpt.loading.similar_models import completed
+
+    if not _is_recipe(Path(name)) and (whole := completed(name, known_configs())) is not None:
+        raise RecipeError(f"{name}: there is no such recipe, and a model is named with its owner. Write {whole}.")
+
+
 def training_of(options: argparse.Namespace) -> Training:
     """Return what the options say of the training."""
     given = _given(options)
     method = next((name for name in METHODS if name in given), Training.method)
-    sizes = {name: given[name] for name in ("length", "batch") if name in given}
+    if "pixels" in given and "images" not in given:
+        raise RecipeError("--pixels bounds an image, and no images were asked for. Add --images 1, or leave it out.")
+    sizes = {name: given[name] for name in ("length", "batch", "classes", "images", "pixels") if name in given}
     rank = given.get(method, DEFAULT_RANK)
-    return Training(method=method, rank=DEFAULT_RANK if rank is True else rank, **sizes)
+    rank = DEFAULT_RANK if rank is True else rank
+    return Training(method=method, rank=rank, is_reward="reward" in given, **sizes)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

@@ -171,8 +171,8 @@ def check_predicting(options: argparse.Namespace, devices: Sequence[str]) -> Non
     check_config_file("--accelerate-config", options.accelerate_config, or_use="--engine and --processes")
     _launch(options).check()
     check_folder("--html", options.html)
-    for name in devices:
-        find_device(name)
+    check_devices(devices)
+    _check_times(options, devices)
     if options.plot is not None:
         require("matplotlib")
         check_folder("--plot", options.plot)
@@ -189,6 +189,22 @@ def check_config_file(option: str, path: Path | None, or_use: str = "--processes
     if path is not None and not path.is_file():
         known = ", ".join(shipped.names(_CONFIGS))
         raise RecipeError(f"{option}: there is no file {path}. Name one or one of {known}, or use {or_use}.")
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Refuse devices that nobody knows, before torch is loaded."""
+    for name in names:
+        find_device(name)
+
+
+def _check_times(options: argparse.Namespace, devices: Sequence[str]) -> None:
+    """Refuse pictures of time against memory where no times are known."""
+    asked = [f"--{option}" for option in ("html", "plot") if getattr(options, option) is not None]
+    if asked and devices and not (device := find_device(devices[0])).is_timed:
+        raise RecipeError(
+            f"{asked[0]} shows time against memory, and of --device {devices[0]} no times are known "
+            f"({device.title}). Name a card of hf-ckpt devices that has rates, or leave {asked[0]} out."
+        )
 
 
 def add_cache_option(parser: argparse.ArgumentParser) -> None:

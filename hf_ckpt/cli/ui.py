@@ -35,7 +35,7 @@ METHODS = {"LoRA": "lora", "QLoRA (4-bit weights)": "qlora", "all weights": "ful
 CARDS = {
     f"{device.title}, {device.memory_bytes / 2**30:.1f} GiB": name
     for name, device in DEVICES.items()
-    if name != CPU.name
+    if name != CPU.name and device.is_timed
 }
 """Devices, as the page names them."""
 _RECIPE = Path("my_recipe.yaml")

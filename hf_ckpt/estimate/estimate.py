@@ -279,7 +279,11 @@ def estimate_as_json(found: Estimate) -> dict[str, Any]:
         **facts_as_json(found.subject),
         "devices": [
             {
-                **device_as_json(device, found.predictor.capacity(device)),
+                **device_as_json(
+                    device.running(found.subject.attention),
+                    found.predictor.capacity(device),
+                    found.subject.computes_in,
+                ),
                 "budget_bytes": capacity_of_subject(found.predictor, device).num_bytes,
             }
             for device in found.devices
@@ -354,7 +358,8 @@ def memory_as_json(memory: StepMemory) -> dict[str, Any]:
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "host_bytes": memory.host_bytes,
         "tokens": memory.tokens,
-        "seconds": {**asdict(memory.time), "total": memory.time.total},
+        # None where the device's rates are not known.
+        "seconds": {**asdict(memory.time), "total": memory.time.total} if memory.time.total else None,
         "num_flops": {str(phase): flops for phase, flops in memory.num_flops.items()},
     }
 
@@ -370,8 +375,11 @@ def exactness_as_json(exactness: Exactness) -> dict[str, Any]:
     }
 
 
-def device_as_json(device: Device, capacity: Capacity) -> dict[str, Any]:
-    """Return a device as JSON types, with what it has besides a step."""
+def device_as_json(device: Device, capacity: Capacity, computes_in: str | None = None) -> dict[str, Any]:
+    """Return a device as JSON types, with what it has besides a step, and what to know of it.
+
+    `computes_in`: the dtype of the step's matrix products.
+    """
     return {
         "name": device.name,
         "title": device.title,
@@ -380,6 +388,7 @@ def device_as_json(device: Device, capacity: Capacity) -> dict[str, Any]:
         "outside": "CUDA's context" if device.is_cuda else "the process",
         "margin_bytes": capacity.margin_bytes,
         "attention": device.describe_attention(),
+        "remarks": device.remarks(computes_in),
     }
 
 

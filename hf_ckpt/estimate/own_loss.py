@@ -271,7 +271,59 @@ def largest_grid(most: int) -> tuple[int, int]:
     return height, most // height
 
 
-def image_rows_of(recipe: Recipe, model: nn.Module) -> ImageRows:
+@dataclass(frozen=True)
+class FixedImageRows(ModelInputs):
+    """Rows with images that are all read at one size, and become as many tokens each."""
+
+    max_images: int = 1
+    tokens_per_image: int = 1
+    sides: int = 1
+
+    def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
+        """Return a micro-batch of the step's size. In rows that are too short for all images there are fewer."""
+        config: Any = without_adapter(model).config
+        image_token = _image_token(config)
+        count = min(self.max_images, step.seq_length // (self.tokens_per_image + TOKENS_AROUND))
+        image = [_TOKEN, *[image_token] * self.tokens_per_image, _TOKEN]
+        with disable_current_modes():
+            ids = torch.full((step.rows, step.seq_length), _TOKEN)
+            ids[:, : len(image) * count] = torch.tensor(image * count, dtype=torch.long)
+            mask = torch.ones_like(ids)
+            # For code that checks whether there is any padding.
+            mask[0, -1] = int(not step.is_padded)
+            made = {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+            for name in ("token_type_ids", "mm_token_type_ids"):
+                if name in forward_names(model):
+                    made[name] = (ids == image_token).long()
+        if not count:
+            return made
+        pixels = (step.rows * count, config.vision_config.num_channels, self.sides, self.sides)
+        return made | {"pixel_values": next(model.parameters()).new_empty(pixels, dtype=torch.float32)}
+
+    def describe(self) -> str:
+        """Return the bounds of a row in words."""
+        images = "1 image" if self.max_images == 1 else f"{self.max_images} images"
+        read = f"read at {self.sides} x {self.sides} pixels"
+        return f"each sequence with {images} of {self.tokens_per_image:,} tokens, {read}"
+
+
+def _image_token(config: Any) -> int:
+    found = getattr(config, "image_token_id", None)
+    return int(config.image_token_index if found is None else found)
+
+
+def _fixed_rows_of(recipe: Recipe, config: Any) -> FixedImageRows | None:
+    """Return the rows of a model that reads every image at one size, as Gemma 3 and LLaVA do; None of another."""
+    vision = getattr(config, "vision_config", None)
+    tokens = getattr(config, "mm_tokens_per_image", getattr(config, "image_seq_length", None))
+    sides = getattr(vision, "image_size", None)
+    if not isinstance(tokens, int) or not isinstance(sides, int) or hasattr(config, "image_grid_pinpoints"):
+        return None
+    check_images_fit(recipe.data, tokens)
+    return FixedImageRows(max_images=recipe.data["max_images"], tokens_per_image=tokens, sides=sides)
+
+
+def image_rows_of(recipe: Recipe, model: nn.Module) -> ImageRows | FixedImageRows:
     """Return what a recipe whose data has images trains on at most.
 
     Raises:
@@ -285,10 +337,13 @@ def image_rows_of(recipe: Recipe, model: nn.Module) -> ImageRows:
             "the largest batch when the run begins."
         )
     vision: Any = getattr(config, "vision_config", None)
+    if (fixed := _fixed_rows_of(recipe, config)) is not None:
+        return fixed
     if not (hasattr(config, "image_token_id") and all(hasattr(vision, name) for name in _OF_PATCHES)):
         raise RecipeError(
             f"data.max_pixels = {data['max_pixels']}: how many tokens an image becomes is known of models that read it "
-            f"as a grid of patches, such as Qwen3-VL, and not of {type(model).__name__}. Train under policy: auto with "
+            f"as a grid of patches, such as Qwen3-VL, or at one size, such as Gemma 3, and not of "
+            f"{type(model).__name__}. Train under policy: auto with "
             "a memory_budget, which plans for the largest batch when the run begins."
         )
     tokens = data["max_pixels"] // (vision.patch_size * vision.spatial_merge_size) ** 2

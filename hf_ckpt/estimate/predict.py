@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from hf_ckpt.errors import PolicyError
 from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of
 from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.planner.chain import Chain
@@ -27,7 +28,7 @@ from hf_ckpt.simulation.devices import CPU, Device, find_device, this_device
 from hf_ckpt.simulation.fit import Capacity, Verdict, capacity_of
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory, StepTime
 from hf_ckpt.units import Budget
 
 
@@ -41,7 +42,11 @@ class Predictor:
     def memory(self, plan: Plan | None, step: Step | None = None) -> StepMemory:
         """Return what a step needs, with what comes before it: the subject's own, or another one."""
         simulator = self._simulator.with_step(step or self.subject.step)
-        return _with_preparation(simulator.memory(plan), simulator.prepare())
+        return self._shown(_with_preparation(simulator.memory(plan), simulator.prepare()))
+
+    def _shown(self, memory: StepMemory) -> StepMemory:
+        """Return a step without its times where those of the device are not known."""
+        return memory if self.device.is_timed else replace(memory, time=StepTime())
 
     @cached_property
     def weights_and_gradients(self) -> int:
@@ -92,7 +97,11 @@ class Predictor:
     ) -> Planned:
         """Return the fastest plan that fits. See `StepPlanner.plan_for`."""
         found = self._planner.plan_for(capacity, compare=compare, write=partial(written, self.subject), say=say)
-        return replace(found, memory=_with_preparation(found.memory, self._simulator.prepare()))
+        exactness = found.exactness
+        if not self.device.is_timed and exactness is not None:
+            exactness = replace(exactness, of_none=None, inexact_of_none=None)
+        memory = _with_preparation(found.memory, self._simulator.prepare())
+        return replace(found, memory=self._shown(memory), exactness=exactness)
 
     def ahead(
         self, plans: Iterable[Plan | None], step: Step | None = None, *, in_numbers: bool = False
@@ -145,10 +154,18 @@ def devices_for(recipe: Recipe | None, names: Sequence[str]) -> tuple[Device, ..
     """Return the devices to estimate for, by the names that a user wrote.
 
     Without names, a recipe that trains on the CPU is estimated for it, another one for this machine's GPU, or else for
-    one card of each usual size.
+    one card of each usual size. Raises `PolicyError`: a name is not known, or one simulation does not do for all.
     """
     if names:
-        return tuple(find_device(name) for name in names)
+        devices = tuple(find_device(name) for name in names)
+        first = devices[0]
+        for other in devices[1:]:
+            if (other.is_cuda, other.shares_host_memory) != (first.is_cuda, first.shares_host_memory):
+                raise PolicyError(
+                    f"--device {first.name} and --device {other.name} run a step in other ways: one has memory of its "
+                    "own and CUDA, the other has not. Ask for each by itself."
+                )
+        return devices
     if recipe is not None and recipe.training.get("use_cpu"):
         return (CPU,)
     own = this_device()

@@ -111,7 +111,11 @@ def plan_as_json(found: PlannedRecipe, assumed: str) -> dict[str, Any]:
         "recipe": found.subject.title,
         "device": found.device.name,
         "device_was_assumed": assumed,
-        "card": device_as_json(found.device, found.predictor.capacity(found.device)),
+        "card": device_as_json(
+            found.device.running(found.subject.attention),
+            found.predictor.capacity(found.device),
+            found.subject.computes_in,
+        ),
         "budget_bytes": found.capacity.num_bytes,
         "verdict": verdict_as_json(found.predictor, found.device, found.row, found.evaluation),
         **facts_as_json(found.subject),

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -30,6 +31,7 @@ from hf_ckpt.loading.model import (
     prepared_for_kbit,
     with_empty_adapter,
 )
+from hf_ckpt.loading.model_kinds import is_encoder, num_positions, sequence_to_sequence_class
 from hf_ckpt.loading.trainer import arguments_class, implied
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
@@ -38,7 +40,7 @@ from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
-from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe, recipe_of
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.simulation.devices import Device
@@ -48,7 +50,7 @@ from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.batch import Batch
 from hf_ckpt.trainer.input_gradients import choose_input_gradients, switch_input_gradients
-from hf_ckpt.upstream.transformers import attention_of, experts_of
+from hf_ckpt.upstream.transformers import attention_of, experts_of, missing_kernels
 
 _SDPA = "sdpa"
 _EVERYWHERE = ("eager", _SDPA)  # The attention that needs no GPU.
@@ -81,9 +83,19 @@ class Subject:
         """Name of the model's own class, whatever adapters stand around it."""
         return _class_name(self.model)
 
+    @property
+    def computes_in(self) -> str:
+        """The dtype of most matrix products: that of autocast, or else that of the weights."""
+        return self.step.autocast or str(getattr(self.model, "dtype", "")).removeprefix("torch.")
+
     def simulator(self, device: Device) -> StepSimulator:
         """Return what simulates the step on a device."""
-        return StepSimulator(self.model, self.step, device, self.structure)
+        return StepSimulator(self.model, self.step, device.running(self.attention), self.structure)
+
+    @property
+    def attention(self) -> str | None:
+        """What the recipe says of the attention; None where it says nothing."""
+        return None if self.recipe is None else self.recipe.model.get("attn_implementation")
 
     def resolve(self, policy: object, **options: Any) -> Plan:
         """Return what a policy, as `Policy.parse` reads it, or a plan means for this model.
@@ -110,11 +122,15 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     recipe cannot be simulated; PolicyError, StructureError or UnsupportedError where the policy does not suit it.
     """
     # Before the model is built: what is wrong here takes no time to find.
-    step = step_of(recipe, sharding_of(recipe, launch or Launch()))
+    sharding = sharding_of(recipe, launch or Launch())
+    step_of(recipe, sharding)
     found = find_config(recipe)
+    recipe, words = _suited(recipe, found.config)
+    step = step_of(recipe, sharding)
     base = _quantised(_base(recipe, found, torch.device("meta")), recipe, found)
-    words: list[tuple[str, str]] = []
-    wanted = recipe.model.get("attn_implementation")
+    if (most := num_positions(base)) is not None and step.seq_length > most:
+        words.append(("positions", f"{step.seq_length:,} tokens are more than the model has: predicted for {most:,}"))
+        step = replace(step, seq_length=most)
     if recipe.kind.of_trl:
         # trl, and the datasets that it needs, are loaded for recipes that ask for it.
         from hf_ckpt.estimate.own_loss import own_step
@@ -143,12 +159,13 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
             *_facts(found, recipe, model, step, weights),
             *words,
             *((("before", f"{step.prepares}, scoring"), _NOT_COUNTED) if step.prepares else ()),
-            *((("changed", _OTHER_ATTENTION.format(wanted)),) if wanted not in (None, *_EVERYWHERE) else ()),
+            *_fallbacks(base),
+            *_changed(recipe),
         ),
         weights=weights,
         structure=names,
         allowed=checkpointing.allowed,
-        longest=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        longest=num_positions(base) or getattr(model.config.get_text_config(), "max_position_embeddings", None),
         recipe=recipe,
     )
     # For `auto` one is planned.
@@ -245,6 +262,42 @@ def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weight
     yield "training", f"{precision}, {_optimizer_words(step, weights)}"
     yield "engine", describe_sharding(step.sharding)
     yield "versions", _version_words(recipe, model, weights)
+
+
+def _suited(recipe: Recipe, config: PreTrainedConfig) -> tuple[Recipe, list[tuple[str, str]]]:
+    """Return a recipe as a model of this config can be trained, with what that is, in words.
+
+    An encoder writes no text: its sequences get a class. Of a model with an encoder and a decoder both get a sequence.
+    """
+    if not recipe.kind.is_text:
+        return recipe, []
+    if is_encoder(config):
+        values = yaml.safe_load(recipe.to_yaml())
+        values["trainer"] = "classification"
+        values["model"]["num_labels"] = config.num_labels
+        values["data"] = {name: value for name, value in values["data"].items() if name in ("path", "max_length")}
+        changed = recipe_of(values, str(recipe.path))
+        return changed, [("task", f"an encoder writes no text: a class of {config.num_labels} for each sequence")]
+    if sequence_to_sequence_class(config) is None:
+        return recipe, []
+    read = "all the sound that it has positions for" if hasattr(config, "num_mel_bins") else "a sequence"
+    return recipe, [("task", f"an encoder and a decoder: {read} in, and a sequence as long as is said below out")]
+
+
+def _fallbacks(model: Any) -> Iterator[tuple[str, str]]:
+    """Yield what torch's own code stands in for, where a package of kernels is not installed."""
+    if packages := missing_kernels(model):
+        yield (
+            "kernels",
+            f"{' and '.join(packages)}, which {_class_name(model)} runs with on a GPU, are not installed here: what is "
+            "predicted is transformers' own code in their place, which takes longer and keeps more",
+        )
+
+
+def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    wanted = recipe.model.get("attn_implementation")
+    if wanted not in (None, *_EVERYWHERE):
+        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a token and head"
 
 
 def describe_rows(step: Step) -> str:

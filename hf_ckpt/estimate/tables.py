@@ -89,7 +89,8 @@ def facts_of(device: Document) -> list[tuple[str, str]]:
         )
     ]
     attention = device["attention"]
-    return rows if attention is None else [*rows, ("attention", f"{device['name']}: {attention}")]
+    rows += [] if attention is None else [("attention", f"{device['name']}: {attention}")]
+    return rows + [("note", f"{device['name']}: {remark}") for remark in device["remarks"]]
 
 
 def named_facts(document: Document, devices: Sequence[Document] = ()) -> list[tuple[str, str]]:
@@ -134,7 +135,7 @@ def row_text(document: Document, row: Document, *, is_verbose: bool = False, blo
     fits = [_fit(row, device, is_only_device) if device in where else "" for device in devices]
     peak, step, host, what = "-", "", "", []
     if "peak_bytes" in row:
-        is_timed = row.get("device") in (None, document["devices"][0]["name"])
+        is_timed = row["seconds"] is not None and row.get("device") in (None, document["devices"][0]["name"])
         peak, step = _size(row["peak_bytes"]), format_seconds(row["seconds"]["total"]) if is_timed else ""
         host = _size(row["host_bytes"]) if row["host_bytes"] else ""
         what = [wrapped(f"{_largest(row)}; {row['peak_at'].replace('aten.', '')}", " " * 6)] if is_verbose else []
@@ -329,7 +330,7 @@ def _largest(memory: Document, number: int | None = None) -> str:
 
 
 def _notes(document: Document) -> Iterator[str]:
-    if len(document["devices"]) > 1:
+    if len(document["devices"]) > 1 and any(row.get("seconds") for row in document["rows"]):
         yield f"Steps are timed for {document['devices'][0]['name']}."
     yield from on_exactness(document)
     evaluation = document["evaluation"]
@@ -414,7 +415,7 @@ def plan_text(document: Document) -> str:
         ("budget", format_bytes(document["budget_bytes"])),
     ]
     seconds = document["seconds"]
-    parts = [f"{name} {format_seconds(spent)}" for name, spent in seconds.items() if spent and name != "total"]
+    parts = [f"{name} {format_seconds(spent)}" for name, spent in (seconds or {}).items() if spent and name != "total"]
     sizes = [(category, format_bytes(num_bytes)) for category, num_bytes in document["by_category"].items()]
     exactness = document["exactness"]
     lines = [
@@ -426,7 +427,7 @@ def plan_text(document: Document) -> str:
         wrapped(f"Peak {format_bytes(document['peak_bytes'])}, in the {document['peak_at']}", hang="  "),
         *columns(sizes, numeric=(1,)),
         *([f"Host memory {format_bytes(document['host_bytes'])}"] if document["host_bytes"] else []),
-        wrapped(f"Step {format_seconds(seconds['total'])}: {', '.join(parts)}", hang="  "),
+        *([wrapped(f"Step {format_seconds(seconds['total'])}: {', '.join(parts)}", hang="  ")] if seconds else []),
         *([wrapped(f"Exactness: {exactness['text']}", hang="  ")] if exactness is not None else []),
         wrapped(verdict_on_plan(document), hang="  "),
     ]

@@ -2,7 +2,8 @@
 
 `known_models/` holds the shapes of models that people fine-tune, for where the hub cannot be reached or a model is
 gated. Each file says by which ids a model is known, where its shape was read, how many parameters others count and
-where, and its config: `model_type`, and what differs from transformers' defaults.
+where, and its config: `model_type`, and what differs from transformers' defaults. `counted_as` is the class that was
+counted, where it is not the one that a recipe takes first.
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.loading.similar_models import suggested
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
 KNOWN_MODELS = Path(__file__).with_name("known_models")
 _SECONDS_TO_ANSWER = 5
+
+LEFT_OUT = {
+    "google/gemma-3n with images and sound": "its towers come from timm; google/gemma-3n-E4B-it is its text model",
+    "meta-llama/Llama-4-Scout with images": "no forward of it ends in transformers 5.24; the id is its text model",
+    "google/gemma-3n-E2B": "no source of its layers' widths was found",
+}
+"""Models that people name and that are not known here, with why."""
 
 
 def check_config(recipe: Recipe) -> None:
@@ -50,7 +59,7 @@ def check_config(recipe: Recipe) -> None:
 def not_to_be_had(name: str, reason: str) -> str:
     """Say what to do about a config that was not found."""
     return (
-        f"model.name_or_path: the config of {name} was not found ({reason}).{did_you_mean(name, known_configs())} "
+        f"model.name_or_path: the config of {name} was not found ({reason}).{suggested(name, known_configs())} "
         "Check the name, go online, log in with `hf auth login` if it is gated or private, or give the path of a "
         "folder with its config.json; weights are not needed. A recipe may describe the shape instead, in model.config."
     )

@@ -16,8 +16,6 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,6 +31,14 @@ from hf_ckpt.loading.config_files import (
     shaping_recipes,
     source_options,
 )
+from hf_ckpt.loading.model_kinds import (
+    auto_class,
+    check_trainable,
+    fitting_attention,
+    fitting_config,
+    needs_images,
+    task_type,
+)
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.patch.frozen_weights import let_wait_until_planned
 from hf_ckpt.policy.options import parse_offload
@@ -42,7 +48,6 @@ from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.upstream import old_names_untold
-from hf_ckpt.upstream.transformers import classes_by_config
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
 _NEEDS_WEIGHTS = (
@@ -60,8 +65,10 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
 
     The model on `meta`, with adapters and without a plan.
     """
+    config = _config_of(shape)
+    check_trainable(config, recipe.kind)
     with torch.device("meta"):
-        model: torch.nn.Module = made(_config_of(shape), shape, recipe)
+        model: torch.nn.Module = made(config, shape, recipe)
     model = with_empty_adapter(model, recipe)
     if recipe.checkpointing is not None:
         # A folder to offload to that cannot be written, of the policy or of one of its rules, is refused now.
@@ -97,7 +104,9 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
         # There may be no room for all of it on the device. Each weight is quantised as it is read.
         options["device_map"] = {"": "cpu"}
     try:
-        model: PreTrainedModel = _auto_class(recipe).from_pretrained(
+        auto, config = _auto_and_config(name, recipe)
+        options["attn_implementation"] = fitting_attention(auto, config, options.get("attn_implementation"))
+        model: PreTrainedModel = auto.from_pretrained(
             name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options, **_labels(recipe)
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
@@ -120,10 +129,9 @@ def _on_device_but_weights(model: PreTrainedModel, recipe: Recipe) -> PreTrained
     return model
 
 
-def _auto_class(recipe: Recipe) -> Any:
-    if recipe.kind.reads_images:
-        return AutoModelForImageTextToText
-    return AutoModelForSequenceClassification if recipe.kind.scores_rows else AutoModelForCausalLM
+def _auto_and_config(name: str, recipe: Recipe) -> tuple[Any, PreTrainedConfig]:
+    config = AutoConfig.from_pretrained(name, **source_options(recipe.model, "revision"))
+    return auto_class(recipe.kind, config), config
 
 
 def _labels(recipe: Recipe) -> dict[str, int]:
@@ -184,23 +192,33 @@ def base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, **options: Any) -> PreTrainedModel:
     """Return a model with new weights, built as a `model` section says, with the head that a recipe's trainer needs."""
+    auto = auto_class(recipe.kind, config)
+    if auto is AutoModelForCausalLM and needs_images(config):
+        raise RecipeError(
+            f"model: a model of type {config.model_type} reads images. Give --images 1, or write trainer: sft with "
+            "data.format: images, as the recipe qwen3_vl_8b_lora does."
+        )
+    config = fitting_config(auto, config)
     options |= source_options(section, "attn_implementation")
+    options["attn_implementation"] = fitting_attention(auto, config, options.get("attn_implementation"))
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        # A released config may leave it to that of generation; labels are shifted to the right behind it.
+        config.decoder_start_token_id = config.pad_token_id or 0
     for name, number in _labels(recipe).items():
         setattr(config, name, number)
         if config.get_text_config().pad_token_id is None:
             # Rows of which the last token is scored cannot be batched without one.
             config.get_text_config().pad_token_id = 0
     try:
-        model: PreTrainedModel = _auto_class(recipe).from_config(config, **options)
-    except (ValueError, ImportError) as error:
+        model: PreTrainedModel = auto.from_config(config, **options)
+    except (ValueError, ImportError, AttributeError) as error:
         what = "model that scores sequences" if recipe.kind.scores_rows else "causal language model"
         what = "model that reads images" if recipe.kind.reads_images else what
         # What follows is a list of all classes that there are.
         said = str(error).partition("\n")[0].rstrip(".")
-        more = ""
-        if not recipe.kind.reads_images and type(config) in classes_by_config(AutoModelForImageTextToText):
-            more = " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."
-        raise RecipeError(f"model: no {what} can be made: {said}.{more}") from error
+        if said.startswith("Unrecognized configuration class"):
+            said = f"transformers has none of type {config.model_type}"
+        raise RecipeError(f"model: no {what} can be made: {said}.") from error
     return model
 
 
@@ -224,8 +242,11 @@ def can_be_merged(section: Mapping[str, Any]) -> bool:
     return hasattr(PEFT_TYPE_TO_TUNER_MAPPING[section["type"].upper()], "merge_and_unload")
 
 
-def adapter_config(recipe: Recipe, *, is_empty: bool = False) -> Any:
-    """Return the recipe's adapter as PEFT's config; None without one. `is_empty`: for a model without weights."""
+def adapter_config(recipe: Recipe, *, is_empty: bool = False, model: Any = None) -> Any:
+    """Return the recipe's adapter as PEFT's config; None without one.
+
+    `is_empty`: for a model without weights. `model`: that gets the adapter, where it may have an encoder and a decoder.
+    """
     section = recipe.adapter_section
     if section is None:
         return None
@@ -233,7 +254,8 @@ def adapter_config(recipe: Recipe, *, is_empty: bool = False) -> Any:
 
     left_out = ("type", *_NEEDS_WEIGHTS) if is_empty else ("type",)
     fields = {key: value for key, value in section.items() if key not in left_out}
-    return get_peft_config({"task_type": recipe.kind.task_type, **fields, "peft_type": section["type"].upper()})
+    task = recipe.kind.task_type if model is None else task_type(recipe.kind, model.config)
+    return get_peft_config({"task_type": task, **fields, "peft_type": section["type"].upper()})
 
 
 def _with_adapter(model: torch.nn.Module, recipe: Recipe, *, is_empty: bool = False, **options: Any) -> torch.nn.Module:
@@ -243,8 +265,9 @@ def _with_adapter(model: torch.nn.Module, recipe: Recipe, *, is_empty: bool = Fa
     from peft import get_peft_model
 
     kind: str = recipe.adapter_section["type"]
+    routers = {name.rpartition(".")[2]: part for name, part in model.named_modules() if _returns_more(part)}
     try:
-        config = adapter_config(recipe, is_empty=is_empty)
+        config = adapter_config(recipe, is_empty=is_empty, model=model)
         with old_names_untold():
             adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
     except (ValueError, TypeError, ImportError) as error:
@@ -252,7 +275,25 @@ def _with_adapter(model: torch.nn.Module, recipe: Recipe, *, is_empty: bool = Fa
         raise RecipeError(
             f"{kind} does not suit {type(model).__name__}: {error} Its linear layers are {', '.join(sorted(linear))}."
         ) from error
+    reached = [name for name in routers if _is_wrapped(adapted, name)]
+    if reached:
+        raise RecipeError(
+            f"{kind}: target_modules reach {reached[0]}, a {type(routers[reached[0]]).__name__}, which returns more "
+            "than one tensor, and PEFT cannot add to that. Name the layers, such as "
+            "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]."
+        )
     return adapted
+
+
+def _returns_more(part: torch.nn.Module) -> bool:
+    """Whether a linear layer of transformers has a forward of its own, as the router of Llama 4."""
+    own = type(part)
+    is_theirs = own.__module__.startswith("transformers.models.")
+    return is_theirs and isinstance(part, torch.nn.Linear) and own.forward is not torch.nn.Linear.forward
+
+
+def _is_wrapped(adapted: torch.nn.Module, name: str) -> bool:
+    return any(path.endswith(f".{name}.base_layer") for path, _ in adapted.named_modules())
 
 
 def _loading_advice(name: str, error: Exception) -> str:

@@ -269,8 +269,8 @@ class Exactness:
 
     inexact: tuple[str, ...]
     """See `inexact_parts`; a plan without any is bitwise."""
-    of_none: float
-    """The plan's time."""
+    of_none: float | None
+    """The plan's time; None where times are not known."""
     inexact_of_none: float | None = None
     """The time of the fastest plan with `exact: false`, where that is faster; None elsewhere."""
     is_only_choice: bool = False
@@ -285,7 +285,7 @@ class Exactness:
 
     def describe(self) -> str:
         """Return it as text, such as `same gradients, bit for bit; 21 % slower than without checkpointing`."""
-        slower = f"{slower_by(self.of_none)} than without checkpointing"
+        slower = "" if self.of_none is None else f"; {slower_by(self.of_none)} than without checkpointing"
         if not self.is_bitwise:
             within = (
                 f"gradients {_WITHIN}"
@@ -293,9 +293,13 @@ class Exactness:
                 else "not the same gradients, as dropout may draw other masks"
             )
             only = "; no plan with the same bits fits" if self.is_only_choice else ""
-            return f"{within} ({' and '.join(self.inexact)}); {slower}{only}"
-        text = f"same gradients, bit for bit; {slower}"
-        if self.inexact_of_none is None or slower_by(self.inexact_of_none) == slower_by(self.of_none):
+            return f"{within} ({' and '.join(self.inexact)}){slower}{only}"
+        text = f"same gradients, bit for bit{slower}"
+        if (
+            self.of_none is None
+            or self.inexact_of_none is None
+            or slower_by(self.inexact_of_none) == slower_by(self.of_none)
+        ):
             return text
         return f"{text}. With exact: false {slower_by(self.inexact_of_none)}, {_WITHIN}"
 

@@ -105,7 +105,8 @@ class StepPlanner:
         self, simulator: StepSimulator, *, allowed: Allowed = DEFAULT_ALLOWED, chain: Chain | None = None
     ) -> None:
         self._simulator = simulator
-        self._allowed = allowed
+        # Where the device's memory is the host's, offload frees nothing.
+        self._allowed = replace(allowed, offload=None) if simulator.device.shares_host_memory else allowed
         self._given = chain
         # What the plan that needs least becomes, for messages: one whose weights wait.
         self._leanest: Callable[[Plan], Plan] = lambda plan: plan
@@ -413,7 +414,7 @@ class _Search:
             yield {"tiles": "auto"}, partial(self._widened, allowed=Allowed(tiles=True, head=False))
         if granted.head is False:
             yield {"head": "chunked"}, partial(self._widened, allowed=Allowed(tiles=False, head=True))
-        if granted.offload is None:
+        if granted.offload is None and not self._chains.simulator.device.shares_host_memory:
             yield {"offload": "cpu"}, self._with_offload
 
     def _widened(self, planner: ChainPlanner, allowed: Allowed) -> ChainPlanner:

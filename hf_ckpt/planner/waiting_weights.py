@@ -47,7 +47,9 @@ class WeightsPlanner:
     @cached_property
     def _layers(self) -> list[tuple[int, int, int]]:
         """Stack, `layer_idx` and bytes of the layers whose weights can wait."""
-        if self._simulator.step.sharding.engine not in _ENGINES:
+        simulator = self._simulator
+        # Where the device's memory is the host's, what waits takes as much of it.
+        if simulator.step.sharding.engine not in _ENGINES or simulator.device.shares_host_memory:
             return []
         return [each for each in self._simulator.waiting_bytes() if each[2]]
 

@@ -20,7 +20,7 @@ from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document, resolve_path, there_is_no, write_yaml
 from hf_ckpt.recipe.rules import check_rules, written_rewards
 from hf_ckpt.recipe.schema import REQUIRED_SECTIONS, TRAINER, Draft, check_sections
-from hf_ckpt.recipe.trainer_kinds import REWARDS, TrainerKind, kind_of
+from hf_ckpt.recipe.trainer_kinds import IMAGES, REWARDS, TrainerKind, kind_of
 from hf_ckpt.recipe.upstream_fields import has_virtual_tokens
 
 Values = Mapping[str, Any]
@@ -111,6 +111,16 @@ def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -
     return _checked(read_document(path, overrides, mistakes), path, needed_by, mistakes)
 
 
+def recipe_of(values: Mapping[str, Any], name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Check a recipe that is in no file.
+
+    `values`: what a file would hold. `name`: what messages and reports call it. `overrides` and what is raised: see
+    `load_recipe`.
+    """
+    mistakes = Mistakes()
+    return _checked(document_of(values, name, overrides, mistakes), Path(name), (), mistakes)
+
+
 def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes: Mistakes) -> Recipe:
     keys = {str(key) for key in document.value}
     other = _other_format(keys) if len(keys & set(REQUIRED_SECTIONS)) < len(REQUIRED_SECTIONS) - 1 else None
@@ -194,19 +204,25 @@ _4BIT = {
     "load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": "bfloat16",
 }
+# As in the recipe qwen3_vl_8b_lora: all-linear would reach into the tower of images.
+_OF_TEXT = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, in bfloat16 and under policy `auto`."""
+    """How a model is trained, under policy `auto`."""
 
     method: str = "lora"  # One of `METHODS`.
     rank: int = DEFAULT_RANK  # Of LoRA's matrices.
     length: int = 2048  # Tokens of the longest row.
     batch: int = 1  # Rows of a micro-batch.
     data: str = "rows.jsonl"
+    classes: int = 0  # Of which each sequence gets one; 0 for a model that writes.
+    is_reward: bool = False  # Whether each sequence gets a score, learnt from pairs.
+    images: int = 0  # Of an example.
+    pixels: int = 2**20  # Of the largest image.
+    dtype: str = "bfloat16"  # Of matrix products: or float16, where the GPU has no matrix units for the other.
 
     def recipe_for(self, model: str, overrides: Iterable[str] = ()) -> Recipe:
         """Return the recipe for a model, an id on the hub or a folder, checked as any other.
@@ -214,19 +230,29 @@ class Training:
         Raises:
             RecipeError: see `load_recipe`.
         """
-        values: dict[str, Any] = {"model": {"name_or_path": model, "dtype": "bfloat16", "attn_implementation": "sdpa"}}
+        # The gradient scaler that float16 needs takes no gradients of float16: what is trained is in float32.
+        stored = "float32" if self.dtype == "float16" and self.method == "full" else self.dtype
+        values: dict[str, Any] = {"model": {"name_or_path": model, "dtype": stored, "attn_implementation": "sdpa"}}
         if self.method != "full":
-            values["lora"] = {"r": self.rank, "lora_alpha": 2 * self.rank, "target_modules": "all-linear"}
+            targets = _OF_TEXT if self.images else "all-linear"
+            values["lora"] = {"r": self.rank, "lora_alpha": 2 * self.rank, "target_modules": targets}
         if self.method == "qlora":
-            values["quantization"] = dict(_4BIT)
+            values["quantization"] = {**_4BIT, "bnb_4bit_compute_dtype": self.dtype}
         values["data"] = {"path": self.data, "max_length": self.length}
+        if self.images:
+            values["trainer"] = "sft"
+            values["data"] |= {"format": IMAGES, "max_images": self.images, "max_pixels": self.pixels}
+        elif self.is_reward:
+            values["trainer"] = "reward"
+        elif self.classes:
+            values["trainer"] = "classification"
+            values["model"]["num_labels"] = self.classes
         values["checkpointing"] = {"policy": AUTO}
         values["training"] = {
             "output_dir": f"runs/{Path(model).name.lower()}_{self.method}",
             "per_device_train_batch_size": self.batch,
             "learning_rate": 1e-5 if self.method == "full" else 2e-4,
             "optim": "adamw_torch_fused",
-            "bf16": True,
+            ("bf16" if self.dtype == "bfloat16" else "fp16"): True,
         }
-        mistakes = Mistakes()
-        return _checked(document_of(values, model, overrides, mistakes), Path(model), (), mistakes)
+        return recipe_of(values, model, overrides)

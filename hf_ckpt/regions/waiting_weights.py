@@ -170,8 +170,8 @@ class LayerWeights:
         if sum(_sum_of(place.on_device) for place in self._places) != self._sum:
             raise RecomputationError(
                 f"The frozen weights of {self.name} wait on the host (weights: cpu), and what its forward or backward "
-                "read on the device was something else: a copy came late, or went elsewhere. This is a fault of hf_ckpt: "
-                "please report it, and leave weights out of the policy."
+                "read on the device was something else: a copy came late, or went elsewhere. This is a fault of "
+                "hf_ckpt: please report it, and leave weights out of the policy."
             )
 
     def fetch(self, wire: Wire) -> None:

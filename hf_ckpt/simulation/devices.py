@@ -10,6 +10,7 @@ without TF32, torch's default. Bandwidths and links are those of the data sheets
 reaches its peers over PCIe.
 
 `measured_devices.json` holds what was measured of a card, each figure with its source. A device's `source` names them.
+Further cards are in `cards.json`; see `card_files`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import PolicyError, did_you_mean
+from hf_ckpt.simulation import card_files
+from hf_ckpt.simulation.attention_rates import AttentionKernel, kernel_named
+from hf_ckpt.units import ADDRESSABLE_BYTES, UNITS
 
 GIB = 2**30
 MIB = 2**20
@@ -56,6 +60,10 @@ class Device:
     source: str
     """Where the figures come from."""
     is_cuda: bool = True
+    is_timed: bool = True
+    """Whether its rates are known, so that times can be predicted; without, rates only put plans in an order."""
+    shares_host_memory: bool = False
+    """Whether its memory is the host's too: what is offloaded stays in it."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; None where it is not known."""
     # An 8192-cubed bfloat16 product of random numbers on an H200 runs at 0.80 of the data sheet's rate, under its
@@ -71,6 +79,8 @@ class Device:
     attention_efficiency: float | None = None
     """Share of `matmul_flops` that fused attention kernels reach, causal work left out; None for what is known of the
     architecture and the kernel."""
+    attention_kernel: AttentionKernel | None = None
+    """That a model was told to run; None where torch chooses."""
     prefers_cudnn: bool | None = None
     """Whether torch tries cuDNN's attention before its own flash attention; None where no such machine could be asked.
     See `tries_cudnn_first`."""
@@ -108,6 +118,11 @@ class Device:
             selective_seconds=factor * self.selective_seconds,
         )
 
+    def running(self, attention: str | None) -> Device:
+        """Return the device with the kernel of a model's `attn_implementation`, where that names one."""
+        kernel = kernel_named(attention)
+        return self if kernel is None else replace(self, attention_kernel=kernel)
+
     @property
     def tries_cudnn_first(self) -> bool:
         """Whether torch tries cuDNN's attention before its own flash attention, as far as a call suits it.
@@ -116,12 +131,38 @@ class Device:
         later do with a cuDNN above 9.15, which their packages bring, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set
         (`check_prefer_cudnn_attention` in `sdp_utils.cpp`).
         """
+        if self.attention_kernel is not None:
+            return False
         if self.prefers_cudnn is not None:
             return self.prefers_cudnn
         return self.capability is not None and self.capability[0] in (9, 10)
 
+    @property
+    def is_slow_in_bfloat16(self) -> bool:
+        """Whether it multiplies matrices of float16 several times as fast as those of bfloat16."""
+        return self.is_cuda and self.matmul_flops["float16"] > 1.5 * self.matmul_flops["bfloat16"]
+
+    def remarks(self, computes_in: str | None = None) -> list[str]:
+        """Return what a user has to know before figures of the device are read. `computes_in`: the step's dtype."""
+        found = []
+        if not self.is_timed:
+            found.append("its rates are not known: no times, and plans are put in order as on an A100")
+        if not self.is_cuda and self.shares_host_memory:
+            found.append("it runs no CUDA kernels: attention keeps its probabilities, and 4-bit kernels are missing")
+        if self.shares_host_memory:
+            found.append("its memory is the host's too: what is offloaded stays in it, so that offload gains nothing")
+        if self.is_slow_in_bfloat16 and computes_in == "bfloat16":
+            times = self.matmul_flops["float16"] / self.matmul_flops["bfloat16"]
+            found.append(
+                f"it has no matrix units for bfloat16: float16 products are up to {times:.2g} times as fast. "
+                f"hf-ckpt init --device {self.name} writes a recipe in float16"
+            )
+        return found
+
     def describe_attention(self) -> str | None:
         """Return which attention is tried first and how that is known; None where there is only one."""
+        if self.attention_kernel is not None:
+            return f"{self.attention_kernel}, as the model is told"
         if self.prefers_cudnn is None and not self.tries_cudnn_first:
             return None
         first = "cuDNN" if self.tries_cudnn_first else "FlashAttention-2"
@@ -159,16 +200,45 @@ NO_DEVICE = (
 
 
 def find_device(name: str) -> Device:
-    """Return a device of the table by its name, as in `rtx4090`, `RTX 4090`, `4090` or `NVIDIA A100-SXM4-80GB`.
+    """Return a device by its name, as in `rtx4090`, `RTX 4090`, `4090` or `NVIDIA A100-SXM4-80GB`.
 
-    Raises `PolicyError` with a list of the devices when none has that name.
+    An amount such as `96GiB` is a GPU of which only the memory is known, `apple-64gb` an Apple chip with so much, and
+    `card.json` a card that a file describes (`card_files`).
+
+    Raises `PolicyError` with a list of the devices when none has that name, and where several have.
     """
+    name = str(name).strip()
     found = _in_table(name)
     if found is not None:
         return found
+    if name.endswith(".json"):
+        return Device(**card_files.read_card(Path(name).expanduser()))
+    if (chosen := _AMOUNT.fullmatch(name)) is not None:
+        return _by_amount(name, chosen)
+    if (several := _SEVERAL.get(_normalized(name))) is not None:
+        raise PolicyError(f'"{name}" is {len(several)} cards. Write {" or ".join(several)}.')
     raise PolicyError(
-        f'Unknown device "{name}". Devices are {", ".join(DEVICES)}.' + did_you_mean(str(name).lower(), DEVICES)
+        f'Unknown device "{name}". Devices are {", ".join(DEVICES)}. hf-ckpt devices lists them with their memory; an '
+        f"amount such as 24GiB, apple-64gb, or a file such as card.json can be named too."
+        + did_you_mean(name.lower(), DEVICES)
     )
+
+
+_AMOUNT = re.compile(
+    r"(?P<apple>(?:(?:apple|apple[ -]m\d|m\d)(?:[ -]?(?:pro|max|ultra))?)[ -])?"
+    r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>gi?b)",
+    re.IGNORECASE,
+)
+
+
+def _by_amount(name: str, chosen: re.Match[str]) -> Device:
+    # What is sold as 64 GB of host memory has 64 GiB.
+    unit = "GiB" if chosen["apple"] or chosen["unit"].lower() == "gib" else "GB"
+    num_bytes = int(float(chosen["number"]) * UNITS[unit])
+    if not UNITS["GiB"] <= num_bytes <= ADDRESSABLE_BYTES:
+        raise PolicyError(f"--device {name} is no amount that a GPU has. Write one such as 24GiB.")
+    plain = name.lower().replace(" ", "-") if chosen["apple"] else name.replace(" ", "")
+    return Device(**(card_files.apple if chosen["apple"] else card_files.memory_only)(plain, num_bytes))
 
 
 def may_have_gpu() -> bool:
@@ -191,6 +261,8 @@ def this_device() -> Device:
     return replace(
         found,
         memory_bytes=int(properties.total_memory),
+        # Where the GPU is a part of the processor.
+        shares_host_memory=found.shares_host_memory or bool(getattr(properties, "is_integrated", 0)),
         capability=capability,
         prefers_cudnn=prefers_cudnn,
         cublas_workspace=_own_workspace(capability),
@@ -233,7 +305,7 @@ def _in_table(name: str) -> Device | None:
 
 def _normalized(name: str) -> str:
     """Return a name without vendor, family, capitals, blanks and dashes."""
-    words = re.sub(r"nvidia|geforce|tesla|generation|graphics|tensor core|gpu", " ", name.lower())
+    words = re.sub(r"nvidia|geforce|tesla|amd|instinct|generation|graphics|tensor core|gpu", " ", name.lower())
     return re.sub(r"[^a-z0-9]", "", words)
 
 
@@ -422,8 +494,12 @@ def measured_devices(table: Iterable[Device], path: Path = MEASURED) -> dict[str
     return devices
 
 
-DEVICES: Mapping[str, Device] = measured_devices((CPU, *_TABLE))
+_FURTHER = tuple(Device(**fields) for fields in card_files.read_cards().values())
+DEVICES: Mapping[str, Device] = measured_devices((CPU, *_TABLE, *_FURTHER))
 """All devices, by name."""
+
+# Names that are those of several cards, without vendor, family, blanks and dashes.
+_SEVERAL = {"a100": ("a100-40gb", "a100-80gb")}
 
 # Other names of the same cards, without vendor, family, blanks and dashes, as people and drivers write them.
 _OTHER_NAMES: Mapping[str, str] = {
@@ -432,7 +508,6 @@ _OTHER_NAMES: Mapping[str, str] = {
     "v100": "v100-16gb",
     "v100pcie16gb": "v100-16gb",
     "v100pcie32gb": "v100-32gb",
-    "a100": "a100-40gb",
     "a100pcie40gb": "a100-40gb",
     "a10080gbpcie": "a100-80gb",
     "h10080gb": "h100",
@@ -442,4 +517,17 @@ _OTHER_NAMES: Mapping[str, str] = {
     "h200141gb": "h200",
     "gh200480gb": "gh200",
     "b200sxm": "b200",
+    "b300sxm": "b300",
+    "b300sxm6ac": "b300",
+    "h100nvl94gb": "h100-nvl",
+    "h2096gb": "h20",
+    "dgxspark": "gb10",
+    "rtx5060ti8gb": "rtx5060ti",
+    "5060ti8gb": "rtx5060ti",
+    "rtx30508gb": "rtx3050",
+    "rtxpro6000blackwell": "rtxpro6000",
+    "rtxpro6000blackwellserveredition": "rtxpro6000",
+    "rtxpro6000blackwellmaxqworkstationedition": "rtxpro6000",
+    "rtx6000pro": "rtxpro6000",
+    "pro6000": "rtxpro6000",
 }

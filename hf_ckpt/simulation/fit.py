@@ -27,6 +27,8 @@ class Fit(StrEnum):
 # processes it depends on how far the host runs ahead.
 _MARGIN = 100
 
+_DATA_CENTRE = ((7, 0), (8, 0), (9, 0), (10, 0), (10, 3))
+_LARGE = 40 * GIB
 
 _PROCESS = GIB  # Of a machine that trains on its CPU: the interpreter, torch and transformers themselves.
 
@@ -89,8 +91,9 @@ def capacity_of(device: Device, num_processes: int = 1, budget_bytes: int | None
 
 def _context(device: Device, num_processes: int) -> tuple[int, int]:
     """Return the least and the most that lies on a device outside of torch's allocator. nvidia-smi shows it too."""
-    # Cards with compute capability 7.0, 8.0, 9.0 and 10.0 are for data centres.
-    is_large = device.capability is not None and device.capability[1] == 0 and device.capability[0] < 12
+    # Cards with compute capability 7.0, 8.0, 9.0 and 10.x are for data centres; of AMD's, which have none, large ones.
+    capability = device.capability
+    is_large = device.memory_bytes >= _LARGE if capability is None else capability in _DATA_CENTRE
     # CUDA keeps its context and the code of the kernels on the device, more on larger cards and after more kernels: 0.5
     # to 0.6 GiB in messages from an RTX 4090, L40 and 5090; on an A100 up to 1.8 GiB, and up to 2.5 with NCCL's buffers
     # (docs/accuracy.md).

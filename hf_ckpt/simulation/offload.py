@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hf_ckpt.policy.options import Offload
@@ -35,21 +36,28 @@ class _SentTensor:
     layout: TensorLayout
     values: Tensor  # On the host; where tensors are fake, an empty fake tensor that others can be made of.
     ready: Tensor | None = None  # The tensor back on the device, where it was prefetched.
+    buffer: Tensor | None = None  # Where it lies, if that is the device's memory too.
 
 
 class SimulatedLink(Link):
-    """A link that records transfers. With `has_values` tensors are real, and come back as they went."""
+    """A link that records transfers. With `has_values` tensors are real, and come back as they went.
 
-    def __init__(self, tracker: Tracker, *, has_values: bool = False) -> None:
+    `shares_memory`: the host's memory is the device's, so that what is sent takes as much of it there.
+    """
+
+    def __init__(self, tracker: Tracker, *, has_values: bool = False, shares_memory: bool = False) -> None:
         self._tracker = tracker
         self._has_values = has_values
+        self._shares_memory = shares_memory
 
     def send(self, tensor: Tensor) -> _SentTensor:
         """See `Link`."""
         layout = TensorLayout.of(tensor)
         self._note(TransferKind.SEND, layout)
         if not self._has_values:
-            return _SentTensor(layout, tensor.new_empty(0))
+            # The tracker sees the buffer, as memory of the device, for as long as the handle lives.
+            buffer = tensor.new_empty(layout.num_bytes, dtype=torch.uint8) if self._shares_memory else None
+            return _SentTensor(layout, tensor.new_empty(0), buffer=buffer)
         with self._tracker.on_host():
             return _SentTensor(layout, layout.flat(tensor).clone())
 
@@ -90,6 +98,7 @@ class SimulatedLink(Link):
         """See `Link`."""
         self.cancel(sent)
         self._note(TransferKind.RELEASE, sent.layout)
+        sent.buffer = None
 
     def _note(self, kind: TransferKind, layout: TensorLayout) -> None:
         self._tracker.record_transfer(Transfer(kind, layout.num_bytes))

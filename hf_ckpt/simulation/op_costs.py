@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.regions.selective.save_rules import operator_kind as selective_kind_of
+from hf_ckpt.simulation.attention_rates import AttentionKernel, share_of_rate
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tracker import is_without_memory
@@ -126,18 +127,14 @@ def busy_share(product: tuple[int, int, int], num_multiprocessors: int) -> float
 def attention_efficiency(device: Device, *, is_cudnn: bool) -> float:
     """Return the share of the dense matrix rate that a fused attention kernel reaches, causal work left out.
 
-    Where it was not measured: torch's own is FlashAttention-2, which reaches 50 to 73 % on an A100 (Dao 2023) and 35 %
-    on an H100, whose own instructions it does not use. cuDNN's uses them: at rows of 2,048 to 16,384 and heads of 128
-    it reaches 49 to 55 % in a causal forward and 47 to 52 % in backward there (Shah et al. 2024, figures 5 and 6).
+    Where it was not measured: that of the kernel on cards like it. torch's own is FlashAttention-2.
     """
     if device.attention_efficiency is not None:
         return device.attention_efficiency
     if not device.is_cuda:
         return device.matmul_efficiency
-    major = 0 if device.capability is None else device.capability[0]
-    if major in (9, 10):
-        return 0.50 if is_cudnn else 0.35
-    return 0.60
+    kernel = AttentionKernel.CUDNN if is_cudnn else device.attention_kernel or AttentionKernel.FLASH_2
+    return share_of_rate(device.capability, kernel)
 
 
 # --- What kind of operator it is. ---

@@ -76,11 +76,12 @@ class OptimizerStep:
 
 
 def simulate_optimizer(
-    model: nn.Module, step: Step, names: frozenset[str], tracker: Tracker, *, is_cuda: bool
+    model: nn.Module, step: Step, names: frozenset[str], tracker: Tracker, *, is_cuda: bool, pages: bool = True
 ) -> OptimizerStep:
     """Simulate the optimizer of a model's trainable parameters, of which those in `names` get a gradient.
 
     The tracker is a new one, which folds constants. With `is_cuda` clipping works on all gradients at once, as on CUDA.
+    Without `pages` paged state lies on the device, whose memory is the host's.
     Raises what `make_optimizer` raises.
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -91,7 +92,7 @@ def simulate_optimizer(
         fakes[parameter] = fake_parameter(fake_empty(held.shape, held.stride(), compute_dtype(step, parameter), mode))
     with random_states_kept(), mode, tracker:
         with tracker.before_step():
-            optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
+            optimizer = make_optimizer(model, step, is_cuda=is_cuda, pages=pages, fake_of=fakes.__getitem__)
             with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]
             embeddings = {*trained_embeddings(model, fakes.__getitem__)}
             _let_make_state(optimizer, with_gradient, embeddings, mode)
@@ -227,7 +228,7 @@ FakeOf = Callable[[nn.Parameter], nn.Parameter]
 
 
 def make_optimizer(
-    model: nn.Module, step: Step, *, is_cuda: bool, fake_of: FakeOf = lambda parameter: parameter
+    model: nn.Module, step: Step, *, is_cuda: bool, pages: bool = True, fake_of: FakeOf = lambda parameter: parameter
 ) -> torch.optim.Optimizer:
     """Make the optimizer that the Trainer would make, on fake parameters.
 
@@ -245,7 +246,9 @@ def make_optimizer(
         _check_shards(optimizer_class, step)
         groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0), fake_of)
         if step.optim in _OF_BITSANDBYTES:
-            return _make_bitsandbytes(trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, is_cuda)
+            return _make_bitsandbytes(
+                trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, pages=is_cuda and pages
+            )
         optimizer = optimizer_class(groups, **kwargs)
     for group in optimizer.param_groups if is_cuda else ():
         # Where it is None, torch reads the device of the parameters, and these are fake CPU tensors.
@@ -400,7 +403,8 @@ def _make_bitsandbytes(
     optimizer_class: Any,
     groups: list[dict[str, Any]],
     kwargs: dict[str, Any],
-    is_cuda: bool,
+    *,
+    pages: bool,
 ) -> torch.optim.Optimizer:
     from bitsandbytes.optim.optimizer import GlobalOptimManager
 
@@ -420,7 +424,7 @@ def _make_bitsandbytes(
             optimizer.mng.register_module_override(SimpleNamespace(weight=weight), "weight", {"optim_bits": 32})
     # It warns of CPU parameters at each step.
     setattr(optimizer, HAS_WARNED_OF_CPU, True)
-    if is_cuda and optimizer.is_paged:
+    if pages and optimizer.is_paged:
         optimizer._hf_ckpt_on_host = []
         for name, leading in STATE_BUFFERS:
             if hasattr(optimizer, name):

@@ -339,6 +339,9 @@ class StepSimulator:
         changed_by: Change | None = None,
     ) -> TracedStep:
         """Simulate the step event by event. See `simulate`; the plan is one of this model's."""
+        if plan is not None and self.device.shares_host_memory:
+            # What waits takes as much of it.
+            plan = without_waiting_weights(plan)
         if plan is not None and (bare := without_waiting_weights(plan)) is not plan:
             traced = self.trace(bare, traces_all=traces_all, explains=explains, changed_by=changed_by)
             moved = partial(self._with_waiting_weights, traced, plan)
@@ -564,7 +567,7 @@ class StepSimulator:
         applied.leave_unsaid(Topic)
         applied.value_proof.make_call_proof = partial(SimulatedCallProof, tracker)
         for offloader in applied.offloaders:
-            offloader.use_link(SimulatedLink(tracker))
+            offloader.use_link(SimulatedLink(tracker, shares_memory=self.device.shares_host_memory))
         return applied
 
     @contextmanager
@@ -616,7 +619,9 @@ class StepSimulator:
             tracker, is_cuda = self._tracker(has_costs=True), self.device.is_cuda
             # Nothing in it is replaced, and a function mode would see each device that it asks for.
             with disable_current_modes(), DisableTorchFunction():
-                self._known.optimizers[key] = simulate_optimizer(self.model, step, names, tracker, is_cuda=is_cuda)
+                self._known.optimizers[key] = simulate_optimizer(
+                    self.model, step, names, tracker, is_cuda=is_cuda, pages=not self.device.shares_host_memory
+                )
         return self._known.optimizers[key]
 
     def _names(self) -> dict[nn.Parameter, str]:

@@ -225,6 +225,7 @@ def run_step(
 
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
+_SOUND = "input_features"
 
 
 def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
@@ -239,6 +240,13 @@ def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
         return {each.name: each.make(like) for each in step.tensors}
     shape = (step.batch_size, step.seq_length)
     inputs = {"input_ids": torch.full(shape, _TOKEN, dtype=torch.long), "labels": _make_labels(model, *shape)}
+    if getattr(model, "main_input_name", "") == _SOUND:
+        # The encoder hears all that it has positions for, at two frames each; the decoder writes the row.
+        config: Any = model.config
+        frames = (step.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
+        # Features are in float32, and without autocast have to be in the weights' dtype.
+        dtype = torch.float32 if step.autocast else next(model.parameters()).dtype
+        return {_SOUND: torch.zeros(frames, dtype=dtype), "labels": inputs["labels"]}
     # A type of a token: 0 is one everywhere. In a mask 1 is what is no padding. Positions count on, as of one document.
     inputs |= {name: torch.full(shape, int(name == _MASK), dtype=torch.long) for name in step.more_inputs}
     if _POSITIONS in inputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -157,6 +158,30 @@ _MAPPINGS = _feature(
 def classes_by_config(auto_class: Any) -> Any:
     """Return which model class an auto class makes of which config."""
     return auto_class._model_mapping
+
+
+def missing_kernels(model: Any) -> list[str]:
+    """Return the packages whose kernels a model would run and that are not installed: torch's own code runs instead.
+
+    Since 5.2x each such function is wrapped with what was found; before, modules said `is_fast_path_available`.
+    """
+    found: dict[str, None] = {}
+    for name in dict.fromkeys(type(module).__module__ for module in model.modules()):
+        if not name.startswith("transformers."):
+            continue
+        known = vars(sys.modules[name])
+        if known.get("is_fast_path_available") is False:
+            found |= dict.fromkeys(each for each in _FAST_PATHS if any(key.startswith(each) for key in known))
+        for function in known.values():
+            free = getattr(getattr(function, "__code__", None), "co_freevars", ())
+            if "is_new_implementation" in free and "package" in free:
+                cells = dict(zip(free, function.__closure__, strict=True))
+                if not cells["is_new_implementation"].cell_contents:
+                    found[str(cells["package"].cell_contents)] = None
+    return [_FAST_PATHS.get(package, package) for package in found]
+
+
+_FAST_PATHS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 
 
 def has_chunk_masks_by_document() -> bool:

@@ -39,6 +39,7 @@ from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.trainer.batch import Batch, largest_text_batch
 from hf_ckpt.trainer.training_run import StepProof
+from hf_ckpt.units import parse_budget
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -473,6 +474,28 @@ def test_default_budget_is_what_is_free_the_step_s_own_and_the_context_that_is_t
     # The step's own workspaces, of 2 * 4 MiB + 8 * 16 KiB each, may be among what is used.
     assert found == context + 14 * GIB + 2 * (8 * 2**20 + 8 * 2**14)
     assert _usable(AllocatorState(10 * GIB, 6 * GIB, 3 * GIB + 5), card, whole, 3 * GIB) == context + 16 * GIB
+
+
+def test_fraction_that_a_process_was_given_is_the_size_of_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, model = find_device("rtx4090"), nn.Linear(1, 1)
+    total, context = card.memory_bytes, int(0.3 * GIB)
+    known = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda number: SimpleNamespace(total_memory=total),
+        "mem_get_info": lambda: (total - 2 * GIB, total),
+        "memory_reserved": lambda: GIB,
+        "memory_allocated": lambda: 0,
+    }
+    for name, asked in known.items():
+        monkeypatch.setattr(torch.cuda, name, asked)
+    for fraction, expected in ((1.0, context + total - GIB), (0.5, context + int(total * 0.5))):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda fraction=fraction: fraction)
+        assert budgets.capacity_of_run(None, card, model, None).num_bytes == expected
+    share = budgets.capacity_of_run(parse_budget(0.9), card, model, None).num_bytes
+    assert share == int(0.9 * (int(total * 0.5) + context))
+    with pytest.raises(PolicyError, match="the share of GeForce RTX 4090 that set_per_process_memory_fraction leaves"):
+        budgets.check_budget(parse_budget("20GiB"), card)
 
 
 def test_what_is_counted_beside_the_model_is_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,10 @@ def test_wrong_words_end_with_code_2(words: list[str], capsys: pytest.CaptureFix
 def test_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["estimte", "a.yaml"])
-    known = "the commands are recipes, init, estimate, plan, finetune, verify, inspect, profile, ui, env, completion"
+    known = (
+        "the commands are recipes, init, estimate, plan, finetune, verify, inspect, profile, models, devices, ui, env, "
+        "completion"
+    )
     assert f'there is no command "estimte"; {known}. Did you mean "estimate"?' in capsys.readouterr().err
 
 

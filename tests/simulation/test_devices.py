@@ -70,7 +70,6 @@ def test_rates_of_a_card_are_of_dense_products_with_float32_accumulation(device:
         ("NVIDIA A100 80GB PCIe", "a100-80gb"),
         ("A100_80GB", "a100-80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("a100", "a100-40gb"),
         ("h100-80gb", "h100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
@@ -78,6 +77,13 @@ def test_rates_of_a_card_are_of_dense_products_with_float32_accumulation(device:
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA B200", "b200"),
         ("CPU", "cpu"),
+        ("NVIDIA GeForce RTX 5060 Ti", "rtx5060ti"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "rtx5090laptop"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        ("NVIDIA GB10", "gb10"),
+        ("DGX Spark", "gb10"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("AMD Instinct MI300X", "mi300x"),
     ],
 )
 def test_device_is_found_by_the_names_it_goes_by(written: str, name: str) -> None:
@@ -93,7 +99,24 @@ def test_unknown_device_is_refused_with_the_list(written: str, nearest: str) -> 
         find_device(written)
     message = str(raised.value)
     assert message.startswith(f'Unknown device "{written}". Devices are cpu, rtx3060, rtx3090, ')
-    assert message.endswith(f'Did you mean "{nearest}"?' if nearest else "b200.")
+    assert "hf-ckpt devices lists them" in message
+    assert message.endswith(f'Did you mean "{nearest}"?' if nearest else "can be named too.")
+
+
+def test_name_of_several_cards_asks_which() -> None:
+    with pytest.raises(PolicyError, match=r'^"A100" is 2 cards\. Write a100-40gb or a100-80gb\.$'):
+        find_device("A100")
+
+
+@pytest.mark.parametrize("name", ["t4", "v100-16gb", "v100-32gb"])
+def test_card_without_matrix_units_for_bfloat16_says_so(name: str) -> None:
+    card = find_device(name)
+    assert card.is_slow_in_bfloat16
+    assert card.remarks("float16") == []
+    (remark,) = card.remarks("bfloat16")
+    assert remark.startswith("it has no matrix units for bfloat16: float16 products are up to ")
+    assert f"hf-ckpt init --device {name}" in remark
+    assert not find_device("a100-40gb").is_slow_in_bfloat16
 
 
 def test_memory_is_what_cuda_reports_and_not_the_size_on_the_box() -> None:

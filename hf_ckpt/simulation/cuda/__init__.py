@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.simulation import quantized
@@ -60,6 +61,10 @@ def emulate_cuda(step: Step, device: Device, tracker: Tracker) -> Iterator[None]
         if device.is_cuda:
             stack.enter_context(autocast.found_by_libraries())
             stack.enter_context(_FunctionReplacements(device.capability or _OLDEST, device.tries_cudnn_first))
+        elif device.shares_host_memory:
+            # An Apple chip: torch's fused attention for MPS has no backward, so that a step that trains runs the plain
+            # one (`scaled_dot_product_attention` in `aten/src/ATen/native/transformers/attention.cpp`).
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 
 
