@@ -219,7 +219,7 @@ def plans_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the planner answer mode full, so that only what is made of its plans takes time."""
 
     def plan_for(planner: StepPlanner, capacity: Capacity, *, compare: bool) -> Any:
-        simulator = planner.simulator
+        simulator = planner._simulator
         plan = simulator.plan_of(Policy.parse("full"))
         memory = simulator.memory(plan)
         verdict = judge(memory.peak_bytes, 0, capacity)

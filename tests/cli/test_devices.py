@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.main import main
 from hf_ckpt.cli.shared_options import HOLDS, WRONG_INPUT
 from hf_ckpt.simulation.card_files import LEFT_OUT
@@ -52,7 +54,7 @@ def test_cards_that_run_a_step_in_other_ways_are_asked_one_by_one(capsys: pytest
 def test_recipe_for_a_card_without_bfloat16_is_in_float16(
     device: str, method: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_ckpt.cli.init._estimate", lambda path, device: HOLDS)
+    monkeypatch.setattr("hf_ckpt.cli.init.ESTIMATE", replace(ESTIMATE, run=lambda options: HOLDS))
     path = tmp_path / "recipe.yaml"
     assert main(["init", MODEL, method, "--data", "rows.jsonl", "--device", device, "--out", str(path)]) == HOLDS
     recipe = yaml.safe_load(path.read_text())

@@ -287,6 +287,7 @@ def test_inspect_shows_layers_parts_modes_and_plan(tmp_path: Path, capsys: pytes
           selective_attention  keeps a layer's input and the attention's output; 100% of the layers' weights TWICE
         What can be added to it
           offload              what a layer keeps waits in host memory, or on disk, for its backward
+          weights              a layer's frozen weights wait in host memory while other layers run
           tiles                slices of the sequence, each recomputed, in PROJECTIONS, mlp, NORMS
           head: chunked        lm_head and the loss run for some tokens at a time: no logits are held
 

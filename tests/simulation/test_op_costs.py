@@ -281,7 +281,7 @@ def test_attention_has_the_rate_of_the_kernel_that_a_model_is_told(
     assert attention_efficiency(device, is_cudnn=False) == share
     if attention not in (None, "sdpa"):
         assert not device.tries_cudnn_first
-        assert device.describe_attention() == f"{device.attention_kernel}, as the model is told"
+        assert device.describe_attention() == f"{device.attention_kernel}, as the model says"
 
 
 def test_the_rate_is_that_of_the_kernel_that_runs() -> None:
