@@ -271,9 +271,9 @@ def checkpoints_svg(panels: Mapping[str, tuple[Points, str, Points]], optimum: f
         places, along = [frame.at(*each) for each in marks], [frame.at(*each) for each in line]
         drawn += [_line(*best, "best"), _curve(along), *(_mark(at, title, "point") for at in places)]
         drawn.append(element("text", escape(title), x=left, y=20, text_anchor="start"))
-        # The first points are where the curves are far from everything else.
+        # These points are where the curves are far from everything else.
         names = {f"sqrt(L) = {optimum:.3g}": frame.at(math.log2(optimum), 0.95 * frame.ceiling + 0.05 * frame.floor)}
-        names |= {"simulated": min(places), formula: along[1]}
+        names |= {"simulated": min(places), formula: along[min(3, len(along) - 1)]}
         drawn += _labels(names, [best, along, *([at, at] for at in places)], frame, all_=True)
     return svg(across * len(panels), height, *drawn, label="memory against the number of checkpoints")
 
