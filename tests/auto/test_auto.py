@@ -185,7 +185,7 @@ def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
     asked: list[Allowed] = []
 
     def plan_for(planner: StepPlanner, capacity: Capacity, *, compare: bool) -> Any:
-        simulator, allowed = planner.simulator, planner.allowed
+        simulator, allowed = planner._simulator, planner._allowed
         asked.append(allowed)
         plan = simulator.plan_of(Policy.parse("full", offload=allowed.offload_option))
         memory = simulator.memory(plan)
@@ -218,7 +218,7 @@ def plans_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the planner answer mode full, so that only what is made of its plans takes time."""
 
     def plan_for(planner: StepPlanner, capacity: Capacity, *, compare: bool) -> Any:
-        simulator = planner.simulator
+        simulator = planner._simulator
         plan = simulator.plan_of(Policy.parse("full"))
         memory = simulator.memory(plan)
         verdict = judge(memory.peak_bytes, 0, capacity)

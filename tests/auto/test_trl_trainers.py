@@ -169,9 +169,9 @@ def test_rows_with_another_example_s_completion_may_be_longer(tmp_path: Path) ->
     assert planned is not None
     # The tokens that begin and end a text come on top.
     assert planned.length == 66
-    loss = planning_of(callback)._simulator(planned).step.loss
+    loss = planning_of(callback).simulator(planned).step.loss
     assert loss is not None
-    inputs = loss.make_inputs(planning_of(callback)._simulator(planned).step, runs.model())
+    inputs = loss.make_inputs(planning_of(callback).simulator(planned).step, runs.model())
     assert inputs["KL_input_ids"].shape == (4, 122)
     assert_alike(predicted_of(callback), followed)
 

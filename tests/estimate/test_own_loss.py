@@ -109,7 +109,7 @@ def test_step_of_a_recipe_is_that_of_the_run(tmp_path: Path, kind: str, case: st
     predicted = found.simulator(CPU).memory(None)
     assert (found.step.rows, found.step.seq_length) == (planned.rows, planned.length)
     assert_alike(predicted, followed)
-    live = planning_of(callback)._simulator(planned)
+    live = planning_of(callback).simulator(planned)
     # A run proves its first step, which takes memory too.
     live = live.with_step(replace(live.step, is_proven=False))
     assert predicted.peak_bytes == pytest.approx(live.memory(None).peak_bytes, rel=1e-3)
