@@ -186,7 +186,7 @@ def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
     asked: list[Allowed] = []
 
     def plan_for(planner: StepPlanner, capacity: Capacity, *, compare: bool) -> Any:
-        simulator, allowed = planner.simulator, planner.allowed
+        simulator, allowed = planner._simulator, planner._allowed
         asked.append(allowed)
         plan = simulator.plan_of(Policy.parse("full", offload=allowed.offload_option))
         memory = simulator.memory(plan)

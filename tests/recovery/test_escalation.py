@@ -39,7 +39,7 @@ def escalation() -> Escalation:
     ladder.level = NUM_RUNGS - 1
     ladder._failed = {level: [(tokens(400 if level == 4 else 200), 0.0)] for level in range(NUM_RUNGS - 1)}
     ladder.end_step()
-    made = Escalation(ladder, lambda *given: None, lambda rung: None)
+    made = Escalation(ladder, lambda *given, rerun: None, lambda rung: None)
     made.begin_step()
     return made
 

@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 from hf_ckpt import HFCkptCallback, Plan, apply
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.patch.interrupted_run import running_trainer
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.recovery.escalation import MOST_RERUNS, rung_after, share_of_batch, share_of_layers
@@ -544,9 +545,9 @@ def test_a_run_that_was_killed_while_it_climbed_resumes(tmp_path: Path, limit: i
     class Killed(HFCkptCallback):
         """Is killed when the leaner plan has been put in force, and written, and the step has not yet run again."""
 
-        def _announce_plan(self, args: Any, state: Any, plan: Plan) -> None:
-            super()._announce_plan(args, state, plan)
-            if state.global_step:
+        def _change_plan(self, *given: Any) -> None:
+            super()._change_plan(*given)
+            if running_trainer().state.global_step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     child = os.fork()
