@@ -25,7 +25,7 @@ from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.fit import capacity_of
 from hf_ckpt.units import format_bytes
 
-CARDS = {16: "t4", 24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
+CARDS = {6: "5.8GiB", 16: "t4", 24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
 """The card that stands for each size that `Hardware` names, in GB."""
 
 _TOLD_FROM = 2**30

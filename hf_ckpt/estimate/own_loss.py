@@ -314,9 +314,14 @@ def _image_token(config: Any) -> int:
 
 def _fixed_rows_of(recipe: Recipe, config: Any) -> FixedImageRows | None:
     """Return the rows of a model that reads every image at one size, as Gemma 3 and LLaVA do; None of another."""
-    vision = getattr(config, "vision_config", None)
-    tokens = getattr(config, "mm_tokens_per_image", getattr(config, "image_seq_length", None))
+    vision: Any = getattr(config, "vision_config", None)
     sides = getattr(vision, "image_size", None)
+    tokens = getattr(config, "mm_tokens_per_image", getattr(config, "image_seq_length", None))
+    if isinstance(sides, int) and getattr(config, "model_type", None) == "llava":
+        # `image_seq_length` is not read by the model, and a config may leave it at its default. CLIP's class token is
+        # in front of the patches, and "default" leaves out what comes first.
+        patches, is_cut = (sides // vision.patch_size) ** 2, config.vision_feature_select_strategy == "default"
+        tokens = patches + (vision.model_type == "clip_vision_model") - is_cut
     if not isinstance(tokens, int) or not isinstance(sides, int) or hasattr(config, "image_grid_pinpoints"):
         return None
     check_images_fit(recipe.data, tokens)

@@ -26,12 +26,11 @@ _SHARES: dict[tuple[int, AttentionKernel], float] = {
     # At rows of 2,048 to 16,384 and heads of 128: 49 to 55 % in a causal forward and 47 to 52 % in backward (Shah et
     # al. 2024, figures 5 and 6).
     (9, AttentionKernel.CUDNN): 0.50,
-    # 1.5 to 2 times FlashAttention-2's forward, 1.5 to 1.75 times its backward (Shah et al. 2024); in steps of prime-rl
-    # with 65,536 tokens that train all weights of Qwen3-0.6B, 0.57 and 0.59 (PrimeIntellect-ai/prime-rl at 559b447,
-    # benchmarks/baselines: the half of its rows that may be fitted).
-    (9, AttentionKernel.FLASH_3): 0.58,
-    # Its instructions are those of Ampere: 0.142 in the step of prime-rl with 65,536 tokens that may be fitted.
-    (10, AttentionKernel.FLASH_2): 0.142,
+    # Fitted to half of prime-rl's steps (benchmarks/results/attention_rates.json). Alone, the kernel runs at 1.5 to 2
+    # times FlashAttention-2's forward and 1.5 to 1.75 times its backward (Shah et al. 2024).
+    (9, AttentionKernel.FLASH_3): 0.49,
+    # Fitted as the one before. Its instructions are those of Ampere.
+    (10, AttentionKernel.FLASH_2): 0.135,
     # As on Hopper; no figure was found.
     (10, AttentionKernel.CUDNN): 0.50,
 }

@@ -162,7 +162,7 @@ class Device:
     def describe_attention(self) -> str | None:
         """Return which attention is tried first and how that is known; None where there is only one."""
         if self.attention_kernel is not None:
-            return f"{self.attention_kernel}, as the model says"
+            return f"{self.attention_kernel}, as model.attn_implementation names it"
         if self.prefers_cudnn is None and not self.tries_cudnn_first:
             return None
         first = "cuDNN" if self.tries_cudnn_first else "FlashAttention-2"

@@ -106,7 +106,6 @@ def test_images_that_are_read_at_one_size_have_as_many_tokens_each(tmp_path: Pat
         tmp_path / "llava",
         model_type="llava",
         image_token_index=7,
-        image_seq_length=16,
         text_config={"model_type": "llama", "vocab_size": 256, **_SIZES},
         vision_config={"model_type": "clip_vision_model", "image_size": 28, "patch_size": 7, **_SIZES},
     )

@@ -224,7 +224,8 @@ def test_largest_image_has_the_most_tokens_that_a_processor_may_make(most: int, 
 def test_what_images_take_is_known_when_they_are_read(llava: Path, qwen3_vl: Path, tmp_path: Path) -> None:
     for weights, overrides, says in (
         (qwen3_vl, [], r"data\.format = images: how large a batch is, is not known before"),
-        (llava, ["data.max_pixels=4096", "data.max_images=1"], r"and not of LlavaForConditionalGeneration"),
+        # Its tower makes 16 patches of an image, whatever `image_seq_length` the config has.
+        (llava, ["data.max_pixels=4096", "data.max_images=1", "data.max_length=16"], r"up to 18 tokens"),
         (
             qwen3_vl,
             ["data.max_pixels=524288", "data.max_images=1"],
