@@ -135,6 +135,26 @@ def _off(row: Row, part: float, idle: float, share: float) -> float:
     return predicted(row, part, idle, share) / row["seconds"] - 1
 
 
+def groups(found: list[Row]) -> list[Row]:
+    """Return the errors of each kernel, length and half."""
+    of_group: dict[tuple[str, str, int, bool], list[float]] = {}
+    for row in found:
+        of_group.setdefault((*_kernel(row), row["tokens"], row["is_fitted"]), []).append(row["ratio"] - 1)
+    return [
+        {
+            "gpu": gpu,
+            "attention": attention,
+            "tokens": tokens,
+            "half": "fitted" if is_fitted else "test",
+            "num_points": len(errors),
+            "mean_error": mean(map(abs, errors)),
+            "mean_difference": mean(errors),
+            "largest_error": max(map(abs, errors)),
+        }
+        for (gpu, attention, tokens, is_fitted), errors in sorted(of_group.items())
+    ]
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what this suite is asked."""
     add_out(parser, RESULTS / "attention_rates.json")
@@ -159,7 +179,7 @@ def run(options: Namespace) -> None:
             "test, 65,536 tokens": [row for row in found if not row["is_fitted"] and row["tokens"] == 65536],
         }.items()
     }
-    write_result(options.out, {"fitted": constants, "halves": halves, "steps": found})
+    write_result(options.out, {"fitted": constants, "halves": halves, "groups": groups(found), "steps": found})
 
 
 if __name__ == "__main__":

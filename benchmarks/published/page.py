@@ -31,6 +31,7 @@ Record = dict[str, Any]
 
 _LINK = "[published.json](../benchmarks/results/published.json)"
 _NUM_WORST = 5
+_KERNELS = {"flash_attention_2": "FlashAttention-2", "flash_attention_3": "FlashAttention-3"}
 _HEAD = """<!-- Written by benchmarks/published/page.py from benchmarks/results/published.json: make bench-pages -->
 
 # Accuracy
@@ -82,6 +83,7 @@ def render(result: Record) -> str:
         _contexts(result),
         _REPEATED,
         _times(result),
+        _attention(),
         _worst(records),
         _held_out(records),
         _OTHERS,
@@ -152,6 +154,35 @@ are the rates that a GPU reaches in matrix products and in memory, the time that
 of a source's machine the link between its GPUs and the speed of its host (`sources.yaml` and
 `hf_ckpt/simulation/measured_devices.json`). Nothing is fitted to sources that are held out. From {_LINK}:"""
     return f'{text}\n\n<!-- given "GPU": names of GPUs -->\n{table(header, rows)}'
+
+
+def _attention() -> str:
+    """Return the times of steps whose attention runs on a kernel that the model names."""
+    found = json.loads((RESULTS / "attention_rates.json").read_text(encoding="utf-8"))
+    rows = [
+        (
+            f"{_KERNELS[group['attention']]}, {group['gpu'].upper()}",
+            f"{group['tokens']:,}",
+            group["half"],
+            str(group["num_points"]),
+            _percent(group["mean_error"], 1),
+            f"{100 * group['mean_difference']:+.1f} %",
+            _percent(group["largest_error"], 1),
+        )
+        for group in found["groups"]
+    ]
+    header = ("kernel", "tokens", "half", "points", "mean error", "mean difference", "largest error")
+    part, idle = found["fitted"]["part_of_other_operators"], found["fitted"]["idle_seconds"]
+    return f"""## Times of steps by attention's kernel
+
+Steps of dense models in prime-rl under `torch.compile`, predicted by `benchmarks/attention_rates.py`. Fitted to half of
+them are the rates of FlashAttention-3 on Hopper and of FlashAttention-2 on Blackwell, and two constants of this source
+only: the part of all other operators' time that compiling leaves ({part:g}), and the seconds in which a device waits in
+reinforcement learning ({idle:g}). So these points are not among those above. Steps of 16,384 tokens are short, and what
+else a host does in them is not known. From [attention_rates.json](../benchmarks/results/attention_rates.json):
+
+<!-- given "kernel", "tokens": names of kernels, and lengths of rows -->
+{table(header, rows)}"""
 
 
 def _accuracy_table(result: Record, what: str) -> str:

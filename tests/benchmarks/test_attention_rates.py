@@ -33,6 +33,8 @@ def test_half_of_the_steps_was_not_fitted_and_long_ones_agree_within_a_tenth() -
     assert long["mean_error"] < 0.10
     signs = {step["ratio"] > 1 for step in RESULT["steps"] if step["tokens"] == 65536 and not step["is_fitted"]}
     assert signs == {True, False}
+    assert attention_rates.groups(RESULT["steps"]) == RESULT["groups"]
+    assert sum(group["num_points"] for group in RESULT["groups"]) == len(rows)
 
 
 def test_constants_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
