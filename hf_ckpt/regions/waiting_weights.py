@@ -44,7 +44,7 @@ from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.transfer import AsyncCopy, Buffer, Wire
 from hf_ckpt.upstream.bitsandbytes import quantized_tensors
-from hf_ckpt.upstream.torch import FakeTensor, queue_callback, tree_leaves
+from hf_ckpt.upstream.torch import FakeTensor, queue_callback, storage_id, tree_leaves
 
 # Kernels ask for aligned operands; the caching allocator gives no less.
 _ALIGNMENT = 512
@@ -365,7 +365,7 @@ def _add(waiting: dict[Memory, tuple[str, list[Tensor]]], name: str, tensor: Ten
 
 
 def _memory_of(tensor: Tensor) -> Memory:
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
 Memory = tuple[int, int]

@@ -105,6 +105,6 @@ def test_hardware_that_is_not_known_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(HEADER.replace("24 GB", "20 GB"))
     with pytest.raises(
-        RecipeError, match=r"names no known size of GPUs. Write .*known are 16, 24, 40, 48, 80 GB and CPU"
+        RecipeError, match=r"names no known size of GPUs. Write .*known are 6, 16, 24, 40, 48, 80 GB and CPU"
     ):
         needs_of(path)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from hf_ckpt.structure.stored import Missing, own, put_back, replaced
+from hf_ckpt.structure.stored import Missing, own, replaced, restore_own
 
 
 @pytest.mark.parametrize("found", [None, False, "its own", Missing])
@@ -17,7 +17,7 @@ def test_attribute_is_put_back_as_it_was_found(found: object) -> None:
     before = dict(vars(owner))
     noted = own(owner, "name")
     owner.name = "ours"
-    put_back(owner, "name", noted)
+    restore_own(owner, "name", noted)
     assert vars(owner) == before
 
 
