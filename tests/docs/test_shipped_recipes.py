@@ -67,7 +67,7 @@ PLANS = {
     "llama3_8b_qlora_6gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_qlora_longctx": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_reward": ["model.layers: 4 layers", "  0 to 3       none"],
-    "llama70b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
+    "llama70b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       full, weights on cpu"],
     "llama70b_qlora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_fsdp": ["model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_zero3": ["model.layers: 4 layers", "  0 to 3       full"],
