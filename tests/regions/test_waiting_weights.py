@@ -318,6 +318,55 @@ def test_evaluation_and_generation_between_steps_change_nothing() -> None:
     assert are_equal(outputs, outputs_without)
 
 
+def loss_of(model: Any, length: int) -> Tensor:
+    ids = torch.randint(0, 64, (2, length))
+    found: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return found
+
+
+def two_backwards(model: nn.Module) -> None:
+    loss = loss_of(model, 8)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_graphs(model: nn.Module) -> None:
+    first, second = loss_of(model, 8), loss_of(model, 9)
+    first.backward()
+    second.backward()
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize("run", [two_backwards, two_graphs])
+def test_other_ways_to_run_a_backward(run: Callable[[nn.Module], None], policy: str) -> None:
+    plain, model = llama(4), llama(4)
+    torch.manual_seed(0)
+    run(plain)
+    with waiting(model, policy):
+        torch.manual_seed(0)
+        run(model)
+    expected, found = exactness.gradients(plain), exactness.gradients(model)
+    assert any(each is not None for each in expected.values())
+    assert all(each is None or torch.equal(each, found[name]) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_on_the_way_leaves_everything_whole(where: str) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("planted")
+
+    model, plain = llama(4), llama(4)
+    layer = model.base_model.model.model.layers[2]
+    with waiting(model):
+        register = layer.register_forward_pre_hook if where == "forward" else layer.register_full_backward_pre_hook
+        hook = register(fails)
+        with pytest.raises(ValueError, match="planted"):
+            train(model, steps=1)
+        hook.remove()
+        model.zero_grad()
+        assert are_equal(train(model), train(plain))
+
+
 def test_copies_train_alike() -> None:
     expected, model = train(llama(4)), llama(4)
     with waiting(model, "selective"):
