@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,18 +171,27 @@ def _against(without: int, waiting: int) -> dict[str, Any]:
     return {"without": without, "with": waiting, "ratio": round(waiting / without, 4)}
 
 
+SECTIONS: dict[str, Callable[[], Any]] = {
+    "host_microseconds_of_a_fetch": fetch_microseconds,
+    "peaks": peaks,
+    "llama_70b_on_24_gb": lambda: {str(tokens): on_one_card(tokens) for tokens in (2048, 512)},
+    "longest": lambda: {card: longest_rows(card) for card in (CARD, LARGE)},
+    "fixed": against_fixed,
+}
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what this suite is asked."""
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="one part of it; may be given again")
     add_out(parser, RESULTS / "waiting_weights.json")
 
 
 def run(options: Namespace) -> None:
-    """Predict, measure and write the result."""
-    found = describe() | {"host_microseconds_of_a_fetch": fetch_microseconds(), "peaks": peaks()}
-    found["fixed"] = against_fixed()
-    found["llama_70b_on_24_gb"] = {str(tokens): on_one_card(tokens) for tokens in (2048, 512)}
-    found["longest"] = {card: longest_rows(card) for card in (CARD, LARGE)}
-    write(options.out, found)
+    """Predict and measure, and write the result after each part."""
+    found = describe()
+    for name in options.only or SECTIONS:
+        found[name] = SECTIONS[name]()
+        write(options.out, found)
 
 
 if __name__ == "__main__":
