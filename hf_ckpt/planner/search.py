@@ -38,7 +38,7 @@ from hf_ckpt.planner.layer_costs import (
     with_tiles,
 )
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
-from hf_ckpt.planner.waiting_weights import WeightsPlanner, is_plain
+from hf_ckpt.planner.waiting_weights import WeightsPlanner
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
 from hf_ckpt.policy.options import Offload, Weights
 from hf_ckpt.policy.plan import LayerPlan, Plan
@@ -193,19 +193,19 @@ class StepPlanner:
             found, error = plain.plan_for(capacity, **options), None
         except BudgetError as problem:
             found, error = None, problem
-        if not moving.can_wait or (found is not None and is_plain(found.plan)):
-            if found is None:
-                raise error or AssertionError("a plan or an error")
-            return found
-        moved = moving.fastest(capacity)
-        if moved is None or (found is not None and found.memory.time.total <= moved[1].time.total / _SAME_TIME):
-            if found is None:
-                raise error or AssertionError("a plan or an error")
-            return found
-        plan, memory, verdict = moved
-        # Of a plan with segments their options alone: those of the chain.
-        known = made.get(without_waiting_weights(plan)) or next(reversed(made.values()))
-        return replace(known, plan=plan, memory=memory, verdict=verdict)
+        # Nothing is faster than a plan that does nothing.
+        moved = moving.fastest(capacity) if moving.can_wait and not (found and found.plan.does_nothing) else None
+        if moved is not None:
+            plan, memory, verdict = moved
+            is_sure = found is not None and found.verdict.fit is Fit.YES
+            if not is_sure or memory.time.total < _seconds_of(found) * _SAME_TIME:
+                # Of a plan with segments their options alone: those of the chain.
+                known = made.get(without_waiting_weights(plan)) or next(reversed(made.values()))
+                return replace(known, plan=plan, memory=memory, verdict=verdict)
+        if found is None:
+            assert error is not None, "there is a plan or an error"
+            raise error
+        return found
 
     def _weights_change(self, smallest: Plan, capacity: Capacity) -> Iterator[OptionChange]:
         """Yield what it would bring to let frozen weights wait, where that was not allowed."""

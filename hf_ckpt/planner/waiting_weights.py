@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from itertools import count, islice
+from itertools import islice
 
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.planner.chain import NONE
 from hf_ckpt.policy.options import Weights
-from hf_ckpt.policy.plan import Plan, with_entries
+from hf_ckpt.policy.plan import LayerPlan, Plan, with_entries
 from hf_ckpt.regions.offload.pacing import is_offloaded
 from hf_ckpt.simulation.fit import Capacity, Fit, Verdict
 from hf_ckpt.simulation.simulator import StepSimulator
@@ -87,14 +86,12 @@ class WeightsPlanner:
     @staticmethod
     def _numbers(most: int, found: dict[int, Found]) -> Iterator[int]:
         """Yield numbers of layers to plan for: all, half of them, and from then on those next to the fastest."""
-        tried = dict.fromkeys((0,))
+        tried = {0}
         for number in (most, (most + 1) // 2):
             if number not in tried:
-                tried[number] = None
+                tried.add(number)
                 yield number
-        for _ in count():
-            if not found:
-                return
+        while found:
             best = min(found, key=lambda number: found[number][1].time.total)
             known = sorted(tried)
             place = known.index(best)
@@ -104,7 +101,7 @@ class WeightsPlanner:
             width, start = max(gaps)
             if width < 2:
                 return
-            tried[start + width // 2] = None
+            tried.add(start + width // 2)
             yield start + width // 2
 
     def _planned(self, number: int, capacity: Capacity) -> Found | None:
@@ -137,22 +134,12 @@ class WeightsPlanner:
             for position, (stack, layer_idx, _) in enumerate(self._layers)
             if self._waits(position, number)
         }
-        if any(entry.segment is not None for stack in plan.stacks for entry in stack.layers):
-            plan = with_entries(plan, lambda entry: entry if entry.segment is None else entry.alone)
-        stacks = tuple(
-            replace(
-                stack,
-                layers=tuple(
-                    # The layers of a segment save an input each: their weights would be copied a third time.
-                    replace(entry.alone, weights=self._weights) if (place, idx) in waiting else entry
-                    for idx, entry in enumerate(stack.layers)
-                ),
-            )
-            for place, stack in enumerate(plan.stacks)
-        )
-        return replace(plan, stacks=stacks)
+        places = ((number, idx) for number, stack in enumerate(plan.stacks) for idx in range(len(stack.layers)))
 
+        def changed(entry: LayerPlan) -> LayerPlan:
+            if next(places) in waiting:
+                return replace(entry.alone, weights=self._weights)
+            # The layers of a segment save an input each: their weights would be copied a third time.
+            return entry if entry.segment is None else entry.alone
 
-def is_plain(plan: Plan) -> bool:
-    """Whether nothing is recomputed or moved: no plan is faster."""
-    return all(replace(entry, why="") == NONE for stack in plan.stacks for entry in stack.layers)
+        return with_entries(plan, changed)

@@ -339,9 +339,6 @@ class StepSimulator:
         changed_by: Change | None = None,
     ) -> TracedStep:
         """Simulate the step event by event. See `simulate`; the plan is one of this model's."""
-        if plan is not None and self.device.shares_host_memory:
-            # What waits takes as much of it.
-            plan = without_waiting_weights(plan)
         if plan is not None and (bare := without_waiting_weights(plan)) is not plan:
             traced = self.trace(bare, traces_all=traces_all, explains=explains, changed_by=changed_by)
             moved = partial(self._with_waiting_weights, traced, plan)
@@ -371,8 +368,7 @@ class StepSimulator:
             except (CannotReuseError, RealModelReachedError):
                 tape, num_bytes = self._evaluated(reuses_layers=False)
         if plan is not None and without_waiting_weights(plan) is not plan:
-            rounding = BLOCK_BYTES if device.is_cuda else 1
-            tape, _ = let_weights_wait(tape, plan, self.model, self.stacks, rounding=rounding)
+            tape, _ = self._let_weights_wait(tape, plan)
         add_workspaces(tape, device, has_trained=True)
         memory = read_tape(tape, device=device.name, plan=None, tokens=step.rows * step.seq_length)
         return EvaluationMemory(memory, num_bytes * step.sharding.world_size)
@@ -526,10 +522,20 @@ class StepSimulator:
         return TracedStep(tape, host_bytes + peak_host_bytes(tape))
 
     def _with_waiting_weights(self, traced: TracedStep, plan: Plan) -> TracedStep:
-        rounding = BLOCK_BYTES if self.device.is_cuda else 1
-        tape, host_bytes = let_weights_wait(traced.tape, plan, self.model, self.stacks, rounding=rounding)
+        tape, host_bytes = self._let_weights_wait(traced.tape, plan)
         add_copy_waits(tape, self.device)
         return TracedStep(tape, traced.host_bytes + host_bytes)
+
+    def _let_weights_wait(self, tape: Tape, plan: Plan) -> tuple[Tape, int]:
+        if self.device.shares_host_memory:
+            # What waits takes as much of it.
+            return tape, 0
+        return let_weights_wait(tape, plan, self.model, self.stacks, rounding=self._rounding)
+
+    @property
+    def _rounding(self) -> int:
+        """Bytes of which the device's allocator gives whole multiples."""
+        return BLOCK_BYTES if self.device.is_cuda else 1
 
     def _step_optimizer(self, tracker: Tracker) -> None:
         optimizer = self._optimizer(frozenset(tracker.names_with_gradient))
@@ -553,10 +559,9 @@ class StepSimulator:
         return _ENGINES[engine](tape, weights, step, self.device, plan).tape()
 
     def _tracker(self, *, has_costs: bool) -> Tracker:
-        rounding = BLOCK_BYTES if self.device.is_cuda else 1
         costs = partial(_costs, self.device) if has_costs else None
         run = fold_known if self.step.tensors or self.step.loss is not None else fold
-        tracker = Tracker(rounding=rounding, costs=costs, run=run)
+        tracker = Tracker(rounding=self._rounding, costs=costs, run=run)
         tracker.tape.places = self._known.places
         return tracker
 

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
+from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step_memory import Category
 from tests import following
 from tests.following import Run
 
@@ -36,3 +40,13 @@ def test_a_real_step_needs_what_was_predicted(name: str, tmp_path: Path) -> None
     without = replace(run, policy="full", options={}).simulated()
     assert simulated.host_bytes == followed.host_bytes > 0
     assert followed.by_category != without.by_category
+
+
+@pytest.mark.parametrize(("card", "gains"), [("gb10", False), ("rtx4090", True)])
+def test_where_the_devices_memory_is_the_hosts_nothing_is_gained(card: str, gains: bool) -> None:
+    run = RUNS["full"]
+    simulator = StepSimulator(run.model(), run.step, find_device(card))
+    plain, waiting = (simulator.plan_of(Policy.parse("full", weights=weights)) for weights in (None, "cpu"))
+    assert (simulator.memory(waiting).peak_bytes < simulator.memory(plain).peak_bytes) is gains
+    evaluated = [simulator.evaluate(plan).memory.by_category[Category.PARAMETERS] for plan in (plain, waiting)]
+    assert (evaluated[1] < evaluated[0]) is gains
