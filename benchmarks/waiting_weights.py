@@ -150,7 +150,7 @@ def fetch_microseconds(rounds: int = 300, layers: int = 32) -> float:
     from hf_ckpt.regions.waiting_weights import LayerWeights, WaitingWeights, owners_of, waiting_tensors
 
     modules = [_Layer() for _ in range(layers)]
-    owners = sum((owners_of(module) for module in modules), start=type(owners_of(modules[0]))())
+    owners = owners_of(nn.ModuleList(modules))
     waiting = [
         LayerWeights(str(idx), waiting_tensors(module, owners)[0], torch.device("cpu"))
         for idx, module in enumerate(modules)

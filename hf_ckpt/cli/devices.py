@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser
+from hf_ckpt.cli.shared_options import HOLDS, Command, listing_parser
 from hf_ckpt.estimate.tables import columns, wrapped
 from hf_ckpt.simulation.card_files import LEFT_OUT
 from hf_ckpt.simulation.devices import DEVICES, Device
@@ -20,14 +20,12 @@ _BESIDES = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
+    return listing_parser(
         "devices",
         "List the GPUs that --device names, with what is taken of their data sheets, and those that are left out for "
         "want of a source.",
+        "say where the figures of each come from",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say where the figures of each come from")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser
 
 
 def _run(options: argparse.Namespace) -> int:

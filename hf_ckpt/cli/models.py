@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 
-from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser
+from hf_ckpt.cli.shared_options import HOLDS, Command, listing_parser
 from hf_ckpt.estimate.tables import columns, wrapped
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
+    return listing_parser(
         "models",
         "List the models whose shapes come with the package: the commands take their ids without the hub, gated ones "
         "too. Any other id is looked up on the hub or in its cache; a folder with a config.json is a model as well.",
+        "say where each shape was read",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say where each shape was read")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -6,20 +6,18 @@ import argparse
 import json
 from dataclasses import asdict
 
-from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser
+from hf_ckpt.cli.shared_options import HOLDS, Command, listing_parser
 from hf_ckpt.estimate.tables import columns, wrapped
 from hf_ckpt.recipe import shipped
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
+    return listing_parser(
         "recipes",
         "List the recipes that come with the package, with the hardware that each is for and what it is "
         "predicted to need there. The other commands take their names, and so does `extends` in a recipe of your own.",
+        "say what each is for, and all that it needs",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what each is for, and all that it needs")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -78,6 +78,14 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def listing_parser(name: str, description: str, verbose: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that lists what there is. `verbose`: what more -v says."""
+    parser = command_parser(name, description)
+    parser.add_argument("-v", "--verbose", action="store_true", help=verbose)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Add what a plan may hold, and how the run is launched, to the parser of a command that predicts."""
     parser.add_argument(

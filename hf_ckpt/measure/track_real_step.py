@@ -149,6 +149,7 @@ class _StepRecorder(TrainerCallback):
         tracker.record_existing(there, Category.PARAMETERS)
         for each in () if waiting is None else waiting.layers:
             tracker.leave_out(each.memory())
+            self._entered.callback(setattr, each, "on_resize", each.on_resize)
             each.on_resize = partial(_follow_weights, tracker, [])
         assert self._trainer.optimizer is not None, "a step is about to run"
         state = state_tensors(self._trainer.optimizer)

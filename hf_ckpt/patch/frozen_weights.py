@@ -178,35 +178,27 @@ def _apply_to_others(
     """`_apply` of a layer, which `to` and the like call: what waits stays on the host, for the layer's new device."""
     before = weights.device
     weights.convert(fn)
+    waiting = {id(tensor) for tensor in weights.tensors()}
+    found = [
+        (module, name, parameter)
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in waiting
+    ]
     if weights.device != before:
-        waiting = {id(tensor) for tensor in weights.tensors()}
-        for module in layer.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in waiting:
-                    move_statistics(module, parameter, weights.device)
-    with _left_out(weights, layer):
+        for module, _, parameter in found:
+            move_statistics(module, parameter, weights.device)
+    # In place of each for a while, so that the parameters keep their order.
+    for module, name, _ in found:
+        module._parameters[name] = None
+    try:
         _apply(layer, fn, recurse)
+    finally:
+        for module, name, parameter in found:
+            module._parameters[name] = parameter
     return layer
 
 
 def _apply(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> None:
     """Run the `_apply` of a module's class: `to` and the like."""
     type(module)._apply(module, fn, recurse)
-
-
-@contextmanager
-def _left_out(weights: LayerWeights, layer: nn.Module) -> Iterator[None]:
-    """Let a layer have no parameters where they wait, and the same again, in their order."""
-    waiting = {id(tensor) for tensor in weights.tensors()}
-    found: list[tuple[dict[str, Any], str, Any]] = []
-    for module in layer.modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in waiting:
-                found.append((module._parameters, name, parameter))
-    for parameters, name, _ in found:
-        parameters[name] = None
-    try:
-        yield
-    finally:
-        for parameters, name, parameter in found:
-            parameters[name] = parameter

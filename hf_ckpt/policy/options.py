@@ -184,8 +184,16 @@ class HeadMode(StrEnum):
     """Some tokens at a time, each chunk computed again in backward: the logits are never held."""
 
 
+class Moved:
+    """What waits elsewhere. Dataclasses derive from it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, and `to`, as JSON types."""
+        return to_json_types(self, always="to")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Offload:
+class Offload(Moved):
     """Where what a layer keeps waits for its backward.
 
     Args:
@@ -206,10 +214,6 @@ class Offload:
     trust_host_memory: bool = False
     min_bytes: int = _MIN_BYTES
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, and `to`, as JSON types."""
-        return to_json_types(self, always="to")
-
     def describe(self) -> str:
         """Return what is asked for as one short phrase, such as `offload to cpu`."""
         share = "" if self.fraction is None else f", fraction {self.fraction:g}"
@@ -217,7 +221,7 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class Weights(Moved):
     """Where a layer's frozen weights wait while other layers run.
 
     Args:
@@ -232,10 +236,6 @@ class Weights:
     resident: int = _RESIDENT
     host_memory: int | None = None
     trust_host_memory: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, and `to`, as JSON types."""
-        return to_json_types(self, always="to")
 
     def describe(self) -> str:
         """Return what is asked for as one short phrase, such as `weights on cpu`."""
@@ -259,7 +259,7 @@ def to_json_types(entry: Any, *, always: str) -> dict[str, Any]:
 def _plain(value: object) -> object:
     if isinstance(value, StrEnum):
         return value.value
-    if isinstance(value, Offload | Weights):
+    if isinstance(value, Moved):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
 
@@ -272,13 +272,7 @@ def parse_offload(value: object) -> Offload | None:
     """
     if value is None or isinstance(value, Offload):
         return value
-    if isinstance(value, str):
-        value = {"to": value}
-    if not isinstance(value, Mapping):
-        raise PolicyError(
-            f"offload is {as_written(value)}. Use cpu, or a mapping such as {{to: disk, path: /scratch}}."
-        )
-    check_keys("offload", value, [field.name for field in fields(Offload)])
+    value = _mapping("offload", value, Offload, such_as="{to: disk, path: /scratch}")
     min_bytes = _parse_amount("min_bytes", value.get("min_bytes"))
     fraction = _checked("fraction", value, _is_fraction, "a number above 0 and at most 1")
     trusts = _checked("trust_host_memory", value, *_YES_OR_NO)
@@ -302,11 +296,7 @@ def parse_weights(value: object) -> Weights | None:
     """
     if value is None or isinstance(value, Weights):
         return value
-    if isinstance(value, str):
-        value = {"to": value}
-    if not isinstance(value, Mapping):
-        raise PolicyError(f"weights is {as_written(value)}. Use cpu, or a mapping such as {{to: cpu, resident: 3}}.")
-    check_keys("weights", value, [field.name for field in fields(Weights)])
+    value = _mapping("weights", value, Weights, such_as="{to: cpu, resident: 3}")
     if (to := value.get("to", TO_CPU)) != TO_CPU:
         raise PolicyError(
             f'weights go to {as_written(to)}. Use "cpu": they are read in each step, which a disk is too slow for.'
@@ -317,6 +307,16 @@ def parse_weights(value: object) -> Weights | None:
         host_memory=_parse_host_memory(value.get("host_memory"), "weights"),
         trust_host_memory=bool(_checked("trust_host_memory", value, *_YES_OR_NO, "weights")),
     )
+
+
+def _mapping(key: str, value: object, kind: type[Moved], *, such_as: str) -> Mapping[str, Any]:
+    """Return what a user writes for something that waits elsewhere, with the fields of its kind: `cpu` is its `to`."""
+    if isinstance(value, str):
+        value = {"to": value}
+    if not isinstance(value, Mapping):
+        raise PolicyError(f"{key} is {as_written(value)}. Use cpu, or a mapping such as {such_as}.")
+    check_keys(key, value, [field.name for field in fields(cast("Any", kind))])
+    return value
 
 
 def check_keys(what: str, value: Mapping[Any, Any], known: Sequence[str]) -> None:

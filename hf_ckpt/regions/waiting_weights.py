@@ -57,7 +57,6 @@ _SMALL = 2**20
 class _Place:
     """Where a waiting tensor lies in the memory of its layer, and who else is the same tensor."""
 
-    name: str
     tensors: list[Tensor]  # The parameter first. The others are the same bytes under other names.
     on_host: Tensor
     on_device: Tensor
@@ -143,10 +142,10 @@ class LayerWeights:
         with torch.inference_mode(False), torch.no_grad():
             memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
             start, places = 0, []
-            for name, tensors in self._waiting:
+            for _, tensors in self._waiting:
                 first, end = tensors[0], start + tensors[0].nbytes
                 on_host, on_device = (_like(first, each[start:end]) for each in (buffer.memory.bytes, memory))
-                places.append(_Place(name, tensors, on_host, on_device, first._version))
+                places.append(_Place(tensors, on_host, on_device, first._version))
                 start = _aligned(end)
             # Views cannot be made of an empty storage.
             memory.untyped_storage().resize_(0)
@@ -246,22 +245,12 @@ class LayerWeights:
 
     def bring_back(self) -> None:
         """Put everything where the layer runs, for good."""
-        if not self.is_packed:
-            for tensor in self.tensors():
-                if tensor.device != self.device:
-                    tensor.data = tensor.data.to(self.device)
+        if self.is_packed:
+            self._unpack(self.device)
             return
-        self.rest()
-        self.free()
-        buffer = self._buffer
-        assert buffer is not None, "packed before"
-        buffer.synchronize()
-        with torch.inference_mode(False), torch.no_grad():
-            for place in self._places:
-                if place.is_shown(place.on_host):
-                    self._show(place, torch.empty_like(place.on_host, device=self.device).copy_(place.on_host))
-        self._reset()
-        buffer.memory.free()
+        for tensor in self.tensors():
+            if tensor.device != self.device:
+                tensor.data = tensor.data.to(self.device)
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Follow what `fn` makes of a tensor of the device: another device to run on, another dtype."""
@@ -272,23 +261,24 @@ class LayerWeights:
             if (moved.device, moved.dtype) == (probe.device, dtype):
                 continue
             # The other device may want other host memory, and a storage of its own. Packed at the next use.
-            self._unpack()
+            if self.is_packed:
+                self._unpack(torch.device("cpu"))
             self.device = moved.device
             for tensor in waiting:
                 if tensor.dtype == dtype != moved.dtype:
                     tensor.data = tensor.data.to(moved.dtype)
 
-    def _unpack(self) -> None:
-        """Let what waits lie on the host as ordinary tensors."""
-        buffer, places = self._buffer, self._places
-        if buffer is None:
-            return
+    def _unpack(self, device: torch.device) -> None:
+        """Let what waits be ordinary tensors on a device, and give the host's memory back."""
+        buffer = self._buffer
+        assert buffer is not None, "packed before"
         self.rest()
         self.free()
         buffer.synchronize()
-        for place in places:
-            if place.is_shown(place.on_host):
-                self._show(place, place.on_host.clone())
+        with torch.inference_mode(False), torch.no_grad():
+            for place in self._places:
+                if place.is_shown(place.on_host):
+                    self._show(place, torch.empty_like(place.on_host, device=device).copy_(place.on_host))
         self._reset()
         buffer.memory.free()
 
@@ -330,6 +320,9 @@ def packed_bytes(tensors: Iterable[Tensor]) -> int:
 
 # --- Which weights of a layer wait. ---
 
+Memory = tuple[int, int]
+"""Where a tensor begins: its storage, and its place there."""
+
 
 def waiting_tensors(layer: nn.Module, owners: Counter[Memory]) -> tuple[list[tuple[str, list[Tensor]]], dict[str, str]]:
     """Return the tensors of a layer that can wait on the host, by name, and why others of its weights cannot.
@@ -366,10 +359,6 @@ def _add(waiting: dict[Memory, tuple[str, list[Tensor]]], name: str, tensor: Ten
 
 def _memory_of(tensor: Tensor) -> Memory:
     return storage_id(tensor.untyped_storage()), int(tensor.storage_offset())
-
-
-Memory = tuple[int, int]
-"""Where a tensor begins: its storage, and its place there."""
 
 
 def owners_of(module: nn.Module) -> Counter[Memory]:
