@@ -10,7 +10,7 @@ not share one: what autograd keeps of a forward may be a view of the weight that
 (`MatMul4Bit` of bitsandbytes has it on its `ctx`), and the first forward's nodes run in backward, whatever is
 recomputed. Were the next layer's weights in that storage by then, gradients would be wrong without an error.
 
-Note on who looks. `parameter.data` is the tensor on the host, but while its layer runs: who reads an emptied storage
+Note on who looks. Except while its layer runs, `parameter.data` is the tensor on the host: who reads an emptied storage
 ends the process. The parameter stays the same object with the same version, name, dtype and shape, and so does what
 bitsandbytes keeps beside it.
 
