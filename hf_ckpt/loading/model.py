@@ -44,10 +44,16 @@ from hf_ckpt.patch.frozen_weights import let_wait_until_planned
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
+from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT, QUANTIZE_EXPERTS
 from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.structure.quantized_experts import (
+    ExpertsBitsAndBytesConfig,
+    experts_in_4_bits,
+    without_experts_in_4_bits,
+)
 from hf_ckpt.upstream import old_names_untold
+from hf_ckpt.upstream.torch import DDP_IGNORES
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
 _NEEDS_WEIGHTS = (
@@ -89,7 +95,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.
 
     `tokenizer`: tells the vocabulary size and special tokens of a model that is built from a config.
     """
-    return _with_adapter(base_model(recipe, tokenizer), recipe)
+    model = _with_adapter(base_model(recipe, tokenizer), recipe)
+    if experts := [name for name, _ in experts_in_4_bits(model)]:
+        # DDP sends the first process's weights to the others, which each have read the same.
+        setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *experts])
+    return model
 
 
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
@@ -141,7 +151,9 @@ def _labels(recipe: Recipe) -> dict[str, int]:
 
 def bits_and_bytes(section: Mapping[str, Any]) -> BitsAndBytesConfig:
     """Return what a `quantization` section says to bitsandbytes."""
-    fields = {key: value for key, value in section.items() if key != PREPARE_FOR_KBIT}
+    fields = {key: value for key, value in section.items() if key not in (PREPARE_FOR_KBIT, QUANTIZE_EXPERTS)}
+    if section.get(QUANTIZE_EXPERTS):
+        return ExpertsBitsAndBytesConfig(**fields)
     return BitsAndBytesConfig(**fields)  # type: ignore[no-untyped-call]  # upstream
 
 
@@ -150,8 +162,9 @@ def prepared_for_kbit(model: PreTrainedModel, section: Mapping[str, Any]) -> Pre
     if section.get(PREPARE_FOR_KBIT):
         from peft import prepare_model_for_kbit_training
 
-        # Checkpointing is the policy's.
-        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]  # upstream
+        with without_experts_in_4_bits(model):
+            # Checkpointing is the policy's.
+            prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]  # upstream
     return model
 
 

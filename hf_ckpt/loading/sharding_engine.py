@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recipe.schema import NO_PARALLELISM, PREPARE_FOR_KBIT
+from hf_ckpt.recipe.schema import NO_PARALLELISM, PREPARE_FOR_KBIT, QUANTIZE_EXPERTS
 from hf_ckpt.simulation.shared_tensors import has_shared
 
 _FLOAT_STORAGE = ("bfloat16", "float16", "float32")
@@ -77,6 +77,11 @@ def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
         if (size := getattr(config, name, None) or 1) > 1:
             raise RecipeError(f"The launcher asks for {name}={size}, and {NO_PARALLELISM}")
     engine = asked_engine(args)
+    if (engine.is_fsdp or engine is Engine.DEEPSPEED) and (recipe.quantization or {}).get(QUANTIZE_EXPERTS):
+        raise RecipeError(
+            f"quantization.{QUANTIZE_EXPERTS}: {engine} cannot shard experts in 4 bits. Remove it, and they are "
+            "sharded as they were loaded; or launch one process, or DDP."
+        )
     if engine.is_fsdp:
         _check_quantization(recipe, engine)
         _check_saving(args, engine)

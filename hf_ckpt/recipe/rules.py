@@ -201,6 +201,8 @@ def _quantization_is_one_kind(draft: Draft) -> Iterator[Refusal]:
         yield kinds[1], "load_in_4bit is true as well. Keep one."
     elif all(draft.get(kind) is False or not draft.has(kind) for kind in kinds):
         yield "quantization", "quantises nothing. Set load_in_4bit or load_in_8bit to true, or remove it."
+    if draft.get("quantization.quantize_experts") and not draft.get(kinds[0]):
+        yield "quantization.quantize_experts", "experts are quantised in 4 bits only. Set load_in_4bit, or remove it."
     if not any(map(draft.has, _ADAPTERS)):
         yield "quantization", "quantised weights cannot be trained by themselves. Add a lora section, or remove it."
 

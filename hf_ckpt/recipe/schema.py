@@ -55,6 +55,8 @@ _MODEL = {
 }
 PREPARE_FOR_KBIT = "prepare_model_for_kbit_training"
 """The key of `quantization` that is a function of PEFT, and no field of `BitsAndBytesConfig`."""
+QUANTIZE_EXPERTS = "quantize_experts"
+"""The key of `quantization` by which the experts of a mixture, which bitsandbytes skips, are in 4 bits too."""
 
 _DATA = {
     "path": str | list[str],
@@ -132,7 +134,7 @@ def sections(adapter: str | None, trainer: TrainerKind) -> dict[str, Section]:
         Section(
             "quantization",
             f"BitsAndBytesConfig ({transformers})",
-            {**upstream_fields.quantization_keys(), **_own({PREPARE_FOR_KBIT: bool})},
+            {**upstream_fields.quantization_keys(), **_own({PREPARE_FOR_KBIT: bool, QUANTIZE_EXPERTS: bool})},
         ),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),

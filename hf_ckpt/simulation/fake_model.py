@@ -29,6 +29,7 @@ from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.simulation import quantized, shared_tensors
 from hf_ckpt.simulation.isolation import note_original
 from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor
 from hf_ckpt.structure.layers import Layer, Stack, modules_of
 from hf_ckpt.structure.stored import stored
 from hf_ckpt.upstream.accelerate import FORWARD_BEFORE_AUTOCAST
@@ -136,10 +137,12 @@ def _deep_copy(
     """Copy a model, with the outputs of `empty` in the place of its tensors; return the memo of the copy as well."""
     modules = list(modules_of(model, without=stand_ins))
     memo: dict[int, Any] = {id(original): object.__new__(type(original)) for original in stand_ins}
-    held = (each for module in modules for each in (*module._parameters.values(), *quantized.constants_of(module)))
+    held = (each for module in modules for each in (*quantized.constants_of(module), *module._parameters.values()))
     for tensor in held:
         if tensor is not None and id(tensor) not in memo:
-            made = shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
+            if isinstance(tensor, FourBitTensor):
+                memo[id(tensor.packed)] = empty(tensor.packed)
+            made = _empty_like(tensor, empty, memo)
             memo[id(tensor)] = _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
     own = [value for module in modules for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
     # A deep copy would make their states of empty tensors.
@@ -156,6 +159,12 @@ def _deep_copy(
     for original, like in stand_ins.items():
         _fill_stand_in(memo[id(original)], original, memo[id(like)])
     return copied, memo
+
+
+def _empty_like(tensor: Tensor, empty: Callable[[Tensor], Tensor], memo: Mapping[int, Any]) -> Tensor:
+    if isinstance(tensor, FourBitTensor):
+        return tensor.with_inner(lambda inner: memo[id(inner)])
+    return shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
 
 
 def _generators_in(value: Any, seen: set[int]) -> Iterator[torch.Generator]:

@@ -16,6 +16,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor, state_tensors
+from hf_ckpt.structure.quantized_experts import ExpertsQuantizer
 from hf_ckpt.upstream.torch import schema_of
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
@@ -43,6 +45,13 @@ def quantize_on_meta(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
         model.tie_weights()
     except (ImportError, ValueError, RuntimeError) as error:
         raise UnsupportedError(f"The quantised model cannot be simulated: {error}") from error
+    if isinstance(quantizer, ExpertsQuantizer):
+        for name, parameter in [*model.named_parameters()]:
+            if quantizer.is_experts(model, name):
+                path, _, last = name.rpartition(".")
+                options = config.of_experts() | {"blocksize": None}
+                made = FourBitTensor(*_quantized_on_meta(parameter.data, **options))
+                model.get_submodule(path)._parameters[last] = nn.Parameter(made, requires_grad=False)
     for name, module in model.named_modules():
         # A head that is tied to the embeddings keeps their weight, whatever layer it is.
         if _is_of_bitsandbytes(module) and _is_of_bitsandbytes(module.weight):
@@ -62,8 +71,11 @@ def constants(model: nn.Module) -> Iterator[Tensor]:
 
 def constants_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield those of one module, without its submodules."""
+    for parameter in module._parameters.values():
+        if isinstance(parameter, FourBitTensor):
+            yield from parameter.statistics()
     if _is_quantized(module):
-        yield from _state_tensors(module.quant_state) if _is_4bit(module) else _scales(module)
+        yield from state_tensors(module.quant_state) if _is_4bit(module) else _scales(module)
 
 
 def restore_states(modules: Iterable[nn.Module], copies: Mapping[int, Any], *, is_cuda: bool) -> None:
@@ -124,24 +136,12 @@ def _pack(module: Any, dtype: torch.dtype) -> None:
 
 
 def _pack_4bit(module: Any, dtype: torch.dtype) -> None:
-    from bitsandbytes.functional import QuantState, quantize_4bit
     from bitsandbytes.nn.modules import Params4bit
 
     weight = module.weight
     options = {name: getattr(weight, name) for name in ("blocksize", "quant_type", "quant_storage")}
-    packed, state = quantize_4bit(weight.data.to(dtype), compress_statistics=False, **options)
-    if weight.compress_statistics:
-        # bitsandbytes keeps the table of the nested scales for the whole process, on the first device that needs it.
-        absmax = state.absmax
-        state.absmax = absmax.new_empty(absmax.shape, dtype=torch.uint8)
-        state.offset = absmax.new_empty(())
-        state.state2 = QuantState(  # type: ignore[no-untyped-call]  # upstream
-            absmax=absmax.new_empty(-(-absmax.numel() // _NESTED_BLOCK_SIZE)),
-            code=absmax.new_empty(_CODE_SIZE),
-            blocksize=_NESTED_BLOCK_SIZE,
-            dtype=absmax.dtype,
-        )
-        state.nested = True
+    nested = weight.compress_statistics
+    packed, state = _quantized_on_meta(weight.data.to(dtype), compress_statistics=nested, **options)
     module.weight = Params4bit(
         packed,
         requires_grad=False,
@@ -154,10 +154,24 @@ def _pack_4bit(module: Any, dtype: torch.dtype) -> None:
     module.quant_state = state
 
 
-def _state_tensors(state: Any) -> Iterator[Tensor]:
-    for each in (state, state.state2):
-        if each is not None:
-            yield from (value for value in vars(each).values() if isinstance(value, Tensor))
+def _quantized_on_meta(values: Tensor, *, compress_statistics: bool, **options: Any) -> tuple[Tensor, Any]:
+    """Return what bitsandbytes' `quantize_4bit` returns, which cannot quantise statistics without data."""
+    from bitsandbytes.functional import QuantState, quantize_4bit
+
+    packed, state = quantize_4bit(values, compress_statistics=False, **options)
+    if compress_statistics:
+        # bitsandbytes keeps the table of the nested scales for the whole process, on the first device that needs it.
+        absmax = state.absmax
+        state.absmax = absmax.new_empty(absmax.shape, dtype=torch.uint8)
+        state.offset = absmax.new_empty(())
+        state.state2 = QuantState(  # type: ignore[no-untyped-call]  # upstream
+            absmax=absmax.new_empty(-(-absmax.numel() // _NESTED_BLOCK_SIZE)),
+            code=absmax.new_empty(_CODE_SIZE),
+            blocksize=_NESTED_BLOCK_SIZE,
+            dtype=absmax.dtype,
+        )
+        state.nested = True
+    return packed, state
 
 
 def _scales(module: Any) -> list[Tensor]:

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer, TransferKind
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor
 from hf_ckpt.structure.layers import Stack
 from hf_ckpt.structure.stored import inside_adapters, stored
 from hf_ckpt.upstream.peft import CASTS_INPUT
@@ -85,6 +87,11 @@ def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[st
     frozen = {units.get(parameter) for parameter in model.parameters() if not parameter.requires_grad} - {None}
     weights = {}
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, FourBitTensor):
+            raise UnsupportedError(
+                f"{name} is in 4 bits, as quantize_experts asks, and {step.sharding.engine} cannot "
+                "shard it. Leave quantize_experts out, or take one GPU, or DDP."
+            )
         stored = parameter.element_size()
         computed = compute_dtype(step, parameter).itemsize
         if step.sharding.engine.startswith("fsdp") and step.autocast is not None and parameter.requires_grad:

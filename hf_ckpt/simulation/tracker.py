@@ -25,6 +25,7 @@ from hf_ckpt.simulation.operator_memo import Outputs, Run, call
 from hf_ckpt.simulation.shared_tensors import is_shared, local_bytes, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor
 from hf_ckpt.upstream.torch import (
     AsyncCollectiveTensor,
     DisableTorchFunction,
@@ -264,8 +265,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if function is _DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args)
-        if is_shared(types):
-            # Left to the class: its operators on what this rank holds come here again.
+        if is_shared(types) or FourBitTensor in types:
+            # Left to the class: its operators on what it holds come here again.
             return NotImplemented
         kwargs = kwargs or {}
         if self.real.is_guarded:
@@ -408,6 +409,7 @@ def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a model holds on the device, with the tensors that modules keep without registering them."""
     for path, module in model.named_modules():
         yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if isinstance(value, Tensor))
-    yield from model.named_parameters()
+    for name, parameter in model.named_parameters():
+        yield name, parameter.packed if isinstance(parameter, FourBitTensor) else parameter
     yield from model.named_buffers()
     yield from (("", constant) for constant in quantized.constants(model))

@@ -1,0 +1,99 @@
+"""Mixtures whose experts are quantised too: transformers' quantizer of bitsandbytes, for 3-D parameters as well.
+
+bitsandbytes quantises linear layers. Since transformers 5 the experts of a layer are one 3-D parameter of a module of
+their own, which stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from hf_ckpt.structure.experts import is_experts
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor
+
+_METHOD = "hf_ckpt_bitsandbytes_experts"
+
+
+@register_quantization_config(_METHOD)
+class ExpertsBitsAndBytesConfig(BitsAndBytesConfig):
+    """A config of bitsandbytes whose 4 bits hold for experts too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)  # type: ignore[no-untyped-call]  # upstream
+        self.quant_method = _METHOD
+
+    def of_experts(self) -> dict[str, Any]:
+        """Return the options of `bitsandbytes.functional.quantize_4bit` for experts."""
+        return {
+            "quant_type": self.bnb_4bit_quant_type,
+            "compress_statistics": self.bnb_4bit_use_double_quant,
+            "quant_storage": self.bnb_4bit_quant_storage,
+        }
+
+
+@register_quantizer(_METHOD)
+class ExpertsQuantizer(Bnb4BitHfQuantizer):
+    """Quantises the experts of a layer as soon as transformers has put them together, and drops what it read."""
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Tell whether a weight that was read is to be quantised."""
+        return self.is_experts(model, param_name) or super().param_needs_quantization(model, param_name, **kwargs)
+
+    def is_experts(self, model: nn.Module, param_name: str) -> bool:
+        """Tell whether a parameter is the experts of a layer, and of one that is not left out."""
+        path, _, name = param_name.rpartition(".")
+        return is_experts(model.get_submodule(path), name) and should_convert_module(path, self.modules_to_not_convert)
+
+    def get_quantize_ops(self) -> Any:
+        """Return what quantises a weight that was read."""
+        return _Quantize(self)
+
+    def is_serializable(self) -> bool:
+        """Tell that the base cannot be saved: no loader would know its experts."""
+        return False
+
+
+class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]  # upstream is untyped
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        quantizer: ExpertsQuantizer = self.hf_quantizer
+        found: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            if quantizer.is_experts(model, name):
+                values = value[0] if isinstance(value, list) else value
+                quantized = FourBitTensor.quantized(values, **quantizer.quantization_config.of_experts())
+                found[name] = nn.Parameter(quantized, requires_grad=False)
+            else:
+                found |= super().convert({name: value}, model=model, **kwargs)
+        return found
+
+
+def experts_in_4_bits(model: nn.Module) -> Iterator[tuple[str, FourBitTensor]]:
+    """Yield the experts of a model that are quantised, with their names."""
+    yield from ((name, each) for name, each in model.named_parameters() if isinstance(each, FourBitTensor))
+
+
+@contextmanager
+def without_experts_in_4_bits(model: nn.Module) -> Iterator[None]:
+    """Hide them in the block, from who casts all weights of a model."""
+    found = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, FourBitTensor)
+    ]
+    for module, name, _ in found:
+        module._parameters[name] = None
+    try:
+        yield
+    finally:
+        for module, name, parameter in found:
+            module._parameters[name] = parameter
