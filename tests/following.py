@@ -28,14 +28,30 @@ from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.structure.quantized_experts import ExpertsBitsAndBytesConfig
 
 VOCAB = 512
 LENGTH = 64
+_MIXTURE: dict[str, Any] = {
+    **{"head_dim": 16, "num_key_value_heads": 2},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16, "num_key_value_heads": 2},
     "gemma3_text": {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": 16},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen3_moe": _MIXTURE,
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_next": {
+        **_MIXTURE,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "deepseek_v3": {
         "first_k_dense_replace": 0,
         "n_routed_experts": 64,
@@ -66,6 +82,7 @@ class Run:
         options: of the policy.
         adapters: whether LoRA with dropout is trained, or everything; or the PEFT config of what is trained.
         is_4bit: whether the weights are quantised.
+        quantizes_experts: whether those of a mixture are too, where the others are.
         attention: `sdpa` or `eager`.
         dtype: of the weights.
         bf16: autocast.
@@ -82,6 +99,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     adapters: bool | PeftConfig = False
     is_4bit: bool = False
+    quantizes_experts: bool = False
     attention: str = "sdpa"
     dtype: str = "float32"
     bf16: bool = False
@@ -124,7 +142,7 @@ class Run:
         options = {"attn_implementation": self.attention, "dtype": getattr(torch, self.dtype)}
         model = AutoModelForCausalLM.from_config(config, **options)
         if self.is_4bit:
-            model = _in_4_bit(model, options)
+            model = _in_4_bit(model, options, quantizes_experts=self.quantizes_experts)
         if not self.adapters:
             return model
         if isinstance(self.adapters, PeftConfig):
@@ -168,8 +186,9 @@ class Run:
         return simulate_step(self.model(), policy, self.step, CPU, **options)
 
 
-def _in_4_bit(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+def _in_4_bit(model: PreTrainedModel, options: dict[str, Any], *, quantizes_experts: bool) -> PreTrainedModel:
+    kind = ExpertsBitsAndBytesConfig if quantizes_experts else BitsAndBytesConfig
+    config = kind(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded: PreTrainedModel = type(model).from_pretrained(folder, quantization_config=config, **options)
