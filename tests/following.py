@@ -33,8 +33,11 @@ from hf_ckpt.structure.quantized_experts import ExpertsBitsAndBytesConfig
 VOCAB = 512
 LENGTH = 64
 _MIXTURE: dict[str, Any] = {
-    **{"head_dim": 16, "num_key_value_heads": 2},
-    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
 }
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor
+
 
 class LiveStorages(TorchDispatchMode):
     """Follows the storages that operators make while this is entered.
@@ -32,6 +34,9 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if FourBitTensor in types:
+            # Its operators on what it holds come here again.
+            return NotImplemented
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:

@@ -26,6 +26,7 @@ from hf_ckpt.regions.waiting_weights import (
     owners_of,
     waiting_tensors,
 )
+from hf_ckpt.structure.four_bit_tensor import holder_of
 from hf_ckpt.structure.layers import Layer, Stack, is_sharded
 from hf_ckpt.structure.stored import stored
 from hf_ckpt.upstream.bitsandbytes import move_statistics
@@ -183,7 +184,7 @@ def _apply_to_others(
         (module, name, parameter)
         for module in layer.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and id(parameter) in waiting
+        if parameter is not None and id(holder_of(parameter)) in waiting
     ]
     if weights.device != before:
         for module, _, parameter in found:

@@ -43,6 +43,7 @@ from hf_ckpt.regions.fingerprints import unobserved
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.transfer import AsyncCopy, Buffer, Wire
+from hf_ckpt.structure.four_bit_tensor import holder_of
 from hf_ckpt.upstream.bitsandbytes import quantized_tensors
 from hf_ckpt.upstream.torch import FakeTensor, queue_callback, storage_id, tree_leaves
 
@@ -340,11 +341,12 @@ def waiting_tensors(layer: nn.Module, owners: Counter[Memory]) -> tuple[list[tup
                 # Norms and biases are small. What trains is read and written by the optimizer.
                 continue
             where = f"{path}.{name}" if path else name
-            reason = _reason_to_stay(parameter, inside, owners)
+            held = holder_of(parameter)
+            reason = _reason_to_stay(held, inside, owners)
             if reason is not None:
                 staying[where] = reason
                 continue
-            _add(waiting, where, parameter)
+            _add(waiting, where, held)
             for beside in quantized_tensors(module, parameter):
                 if _memory_of(beside) in waiting or beside.nbytes >= _SMALL:
                     _add(waiting, f"{where} (statistics)", beside)
@@ -365,10 +367,10 @@ def owners_of(module: nn.Module) -> Counter[Memory]:
     """Return how many modules have each piece of memory as a parameter, inside of a module or a model."""
     # Also the same parameter in two modules.
     found = (parameter for inner in module.modules() for parameter in inner._parameters.values())
-    return Counter(_memory_of(parameter) for parameter in found if parameter is not None)
+    return Counter(_memory_of(holder_of(parameter)) for parameter in found if parameter is not None)
 
 
-_PLAIN = ("Parameter", "Params4bit", "Int8Params")
+_PLAIN = ("Tensor", "Parameter", "Params4bit", "Int8Params")
 
 
 def _reason_to_stay(parameter: Tensor, inside: Counter[Memory], owners: Counter[Memory]) -> str | None:

@@ -25,7 +25,7 @@ from hf_ckpt.simulation.operator_memo import Outputs, Run, call
 from hf_ckpt.simulation.shared_tensors import is_shared, local_bytes, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
-from hf_ckpt.structure.four_bit_tensor import FourBitTensor
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor, holder_of
 from hf_ckpt.upstream.torch import (
     AsyncCollectiveTensor,
     DisableTorchFunction,
@@ -409,7 +409,6 @@ def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a model holds on the device, with the tensors that modules keep without registering them."""
     for path, module in model.named_modules():
         yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if isinstance(value, Tensor))
-    for name, parameter in model.named_parameters():
-        yield name, parameter.packed if isinstance(parameter, FourBitTensor) else parameter
+    yield from ((name, holder_of(parameter)) for name, parameter in model.named_parameters())
     yield from model.named_buffers()
     yield from (("", constant) for constant in quantized.constants(model))

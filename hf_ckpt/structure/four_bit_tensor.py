@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.upstream.torch import tree_leaves, tree_map_only
+from hf_ckpt.upstream.torch import DisableTorchFunction, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
+_SET_DATA = Tensor.data.__set__
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +71,25 @@ class FourBitTensor(Tensor):
 
     def values(self) -> Tensor:
         """Return the values, dequantised: a new tensor of this one's shape and dtype."""
-        from bitsandbytes.functional import dequantize_4bit
-
-        if self._seen.expert is None:
-            values: Tensor = dequantize_4bit(self.packed, self.quant_state)
-        else:
-            values = self._values_of_one(self._seen.expert)
+        values = (
+            _dequantized_4bit(self.packed, self.quant_state) if self._seen.expert is None else self._of_one_expert()
+        )
         values = values if self._seen.dtype is None else values.to(self._seen.dtype)
         return values.transpose(-2, -1) if self._seen.is_transposed else values
 
-    def _values_of_one(self, expert: int) -> Tensor:
-        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+    def _of_one_expert(self) -> Tensor:
+        from bitsandbytes.functional import dequantize_blockwise
 
-        num_experts, *shape = self.quant_state.shape
-        size = math.prod(shape)
-        if size % self.quant_state.blocksize:
+        state = self.quant_state
+        num_experts, *shape = state.shape
+        if math.prod(shape) % state.blocksize:
             # A block holds the end of one expert and the beginning of the next.
-            return dequantize_4bit(self.packed, self.quant_state)[expert].clone()
-        scales = self.quant_state.absmax
-        if self.quant_state.nested:
-            scales = dequantize_blockwise(scales, self.quant_state.state2) + self.quant_state.offset
-        state: Any = QuantState(  # type: ignore[no-untyped-call]  # upstream
-            scales.view(num_experts, -1)[expert],
-            torch.Size(shape),
-            **{name: getattr(self.quant_state, name) for name in ("code", "blocksize", "quant_type", "dtype")},
-        )
-        values: Tensor = dequantize_4bit(self.packed.view(num_experts, -1, 1)[expert], state)
-        return values
+            return _dequantized_4bit(self.packed, state)[self._seen.expert].clone()
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+        of_one = copy.copy(state)
+        of_one.absmax, of_one.shape = scales.view(num_experts, -1)[self._seen.expert], torch.Size(shape)
+        of_one.nested = False
+        return _dequantized_4bit(self.packed.view(num_experts, -1, 1)[self._seen.expert], of_one)
 
     def statistics(self) -> Iterator[Tensor]:
         """Yield the tensors that belong to the packed values."""
@@ -122,12 +115,32 @@ class FourBitTensor(Tensor):
             quant_storage=self.packed.dtype,
         )
 
-    def _take(self, other: FourBitTensor) -> FourBitTensor:
-        self.packed, self.quant_state = other.packed, other.quant_state
-        return self
-
     def _view(self, **changes: Any) -> FourBitTensor:
         return FourBitTensor(self.packed, self.quant_state, replace(self._seen, **changes))
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # a property there too
+        """Where the packed values are."""
+        return self.packed.device
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Let `tensor.data = other`, by which modules move to a device, take what lies packed there."""
+        with DisableTorchFunction():
+            if function == _SET_DATA:
+                args[0]._check_data(args[1])
+                args[0].packed, args[0].quant_state = args[1].packed, args[1].quant_state
+            return function(*args, **(kwargs or {}))
+
+    def _check_data(self, data: Tensor) -> None:
+        if not isinstance(data, FourBitTensor) or data.shape != self.shape or data.dtype != self.dtype:
+            raise UnsupportedError(
+                f"A weight in 4 bits of shape {tuple(self.shape)} cannot be exchanged for a {type(data).__name__} of "
+                f"shape {tuple(data.shape)} in {data.dtype}. Copy values into it (copy_), which are quantised, or "
+                "assign another parameter to its module."
+            )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # upstream's types leave the class out
@@ -152,6 +165,11 @@ class FourBitTensor(Tensor):
         return _restored, (self.packed, self.quant_state, self._seen, isinstance(self, nn.Parameter))
 
 
+def holder_of(parameter: Tensor) -> Tensor:
+    """Return the tensor that has a parameter's memory: the parameter itself, or its packed values."""
+    return parameter.packed if isinstance(parameter, FourBitTensor) else parameter
+
+
 def state_tensors(quant_state: Any) -> Iterator[Tensor]:
     """Yield the tensors of a state of quantisation: scales, their scales, and tables."""
     for each in (quant_state, quant_state.state2):
@@ -164,14 +182,26 @@ def _restored(packed: Tensor, quant_state: Any, seen: _Seen, is_parameter: bool)
     return nn.Parameter(made, requires_grad=False) if is_parameter else made
 
 
+def _dequantized_4bit(packed: Tensor, quant_state: Any) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    # Block by block: on a CPU it takes the scales of other blocks for rows that are no whole number of blocks.
+    size, block = math.prod(quant_state.shape), quant_state.blocksize
+    flat = copy.copy(quant_state)
+    flat.shape = torch.Size((size,) if size % block else (size // block, block))
+    values: Tensor = dequantize_4bit(packed, flat)
+    return values.view(quant_state.shape)
+
+
 def _dequantized(tree: Any) -> Any:
     return tree_map_only(FourBitTensor, FourBitTensor.values, tree)
 
 
 def _write(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Run an operator that writes: into the values, which are quantised anew, or into tensors of other kinds."""
-    if function is _aten.set_.source_Tensor:
-        return args[0]._take(args[1])
+    if function is _aten.set_.source_Tensor and args[0] is args[1]:
+        # A parametrization registers itself so.
+        return args[0]
     arguments = function._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [given[argument.name] for argument in arguments if _is_written(argument) and argument.name in given]
