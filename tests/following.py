@@ -36,6 +36,10 @@ _SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16, "num_key_value_heads": 2},
     "gemma3_text": {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": 16},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen3_moe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"sliding_window": 16},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "first_k_dense_replace": 0,
         "n_routed_experts": 64,
