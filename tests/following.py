@@ -46,7 +46,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
     "qwen3_moe": _MIXTURE,
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "gpt_oss": {"head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+    | {"sliding_window": 16},
     "qwen3_next": {
         **_MIXTURE,
         "shared_expert_intermediate_size": 64,

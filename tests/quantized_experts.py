@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_ckpt.structure.experts import is_experts
+from hf_ckpt.structure.experts import are_experts
 from hf_ckpt.structure.four_bit_tensor import FourBitTensor
 from tests import exactness, zoo
 
@@ -18,10 +18,14 @@ NF4 = {"quant_type": "nf4", "compress_statistics": True}
 
 def quantize(model: nn.Module) -> int:
     """Put a model's experts into 4 bits, as loading does; return of how many parameters."""
-    found = [(module, name) for module in model.modules() for name in module._parameters if is_experts(module, name)]
-    for module, name in found:
-        packed = FourBitTensor.quantized(module._parameters[name].data, **NF4)
-        module._parameters[name] = nn.Parameter(packed, requires_grad=False)
+    found = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if are_experts(module, parameter)
+    ]
+    for module, name, parameter in found:
+        module._parameters[name] = nn.Parameter(FourBitTensor.quantized(parameter.data, **NF4), requires_grad=False)
     return len(found)
 
 

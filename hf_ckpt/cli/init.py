@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_ckpt.cli.estimate import ESTIMATE
-from hf_ckpt.cli.model_options import add_model_options, model_of, require_for, training_of
+from hf_ckpt.cli.model_options import add_model_options, model_of, on_experts, recipe_for, require_for, training_of
 from hf_ckpt.cli.shared_options import HOLDS, Command, check_folder, command_parser, say
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import METHODS, Recipe, Training
@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.device is not None and find_device(options.device).is_slow_in_bfloat16:
         training = replace(training, dtype="float16")
         say(f"{options.device} has no matrix units for bfloat16: the recipe computes in float16.")
-    recipe = training.recipe_for(model_of(options.model))
+    recipe = recipe_for(training, model_of(options.model), with_experts=on_experts(options))
     if options.device is not None:
         require_for(recipe)
     path.write_text(recipe_text(recipe, path), encoding="utf-8")

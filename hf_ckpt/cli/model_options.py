@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.shared_options import count
+from hf_ckpt.cli.shared_options import count, quiet
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.recipe.recipe import DEFAULT_RANK, METHODS, Recipe, Training, load_recipe
 
-_OPTIONS = (*METHODS, "length", "batch", "classes", "reward", "images", "pixels")
+_OPTIONS = (*METHODS, "lora_experts", "length", "batch", "classes", "reward", "images", "pixels")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -26,9 +28,16 @@ def add_model_options(
     """Add how a model is trained, on what sizes and for what, to the parser of a command."""
     group = parser.add_argument_group(title, text)
     method = group.add_mutually_exclusive_group()
-    for name, text in (("lora", "LoRA of this rank"), ("qlora", "LoRA over 4-bit weights")):
+    on = "linear layers; of a mixture of experts, on those of the attention"
+    for name, text in (("lora", f"LoRA of this rank on all {on}"), ("qlora", "the same over 4-bit weights")):
         method.add_argument(f"--{name}", type=count, nargs="?", const=DEFAULT_RANK, metavar="R", help=f"{text} (16)")
     method.add_argument("--full", action="store_const", const=True, help="all weights")
+    group.add_argument(
+        "--lora-experts",
+        action="store_const",
+        const=True,
+        help="LoRA on the experts of a mixture too, of this rank each",
+    )
     group.add_argument("--length", type=count, metavar="N", help=f"tokens of a sequence ({Training.length})")
     group.add_argument("--batch", type=count, metavar="N", help=f"sequences of a micro-batch ({Training.batch})")
     task = group.add_mutually_exclusive_group()
@@ -53,9 +62,11 @@ def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
     """Read the recipe that the command was given, or make one for the model, which is going to be simulated."""
     given = _given(options)
     if not _is_recipe(Path(options.recipe)) and (given or _is_model(options.recipe)):
-        recipe = training_of(options).recipe_for(_model(options.recipe), options.overrides)
+        recipe = recipe_for(
+            training_of(options), _model(options.recipe), options.overrides, with_experts=on_experts(options)
+        )
     elif given:
-        written = ", ".join(f"--{name}" for name in given)
+        written = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise RecipeError(
             f"{options.recipe} is a recipe, and {written} says how to train a model that has none. Override the "
             "recipe's own keys instead, such as lora.r=16 data.max_length=2048."
@@ -91,6 +102,37 @@ def training_of(options: argparse.Namespace) -> Training:
     rank = given.get(method, DEFAULT_RANK)
     rank = DEFAULT_RANK if rank is True else rank
     return Training(method=method, rank=rank, is_reward="reward" in given, **sizes)
+
+
+def on_experts(options: argparse.Namespace) -> bool:
+    """Return whether LoRA is asked for on experts."""
+    given = _given(options)
+    if "lora_experts" in given and "full" in given:
+        raise RecipeError("--lora-experts says what LoRA is on, and --full trains all weights. Leave one of them out.")
+    return "lora_experts" in given
+
+
+def recipe_for(training: Training, model: str, overrides: Sequence[str] = (), *, with_experts: bool = False) -> Recipe:
+    """Return the recipe for a model; of a mixture it names what LoRA is on, with the experts if asked for."""
+    from hf_ckpt.loading.config_files import may_have_experts
+
+    # What is wrong otherwise is refused before torch is loaded.
+    recipe = training.recipe_for(model, overrides)
+    if training.method == "full" or not (with_experts or may_have_experts(recipe.model)):
+        return recipe
+    with quiet():
+        from hf_ckpt.loading.mixture_targets import mixture_targets
+
+        found = mixture_targets(recipe)
+    if found is not None:
+        training = replace(training, targets=found.attention, experts=found.experts if with_experts else ())
+        return training.recipe_for(model, overrides)
+    if with_experts:
+        raise RecipeError(
+            f"--lora-experts: {model} is no mixture with a parameter for all experts of a layer, or its config cannot "
+            "be had. Leave the option out: LoRA is on all linear layers, experts among them."
+        )
+    return recipe
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

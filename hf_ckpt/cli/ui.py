@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.estimate import page_of
 from hf_ckpt.cli.init import recipe_text
+from hf_ckpt.cli.model_options import recipe_for
 from hf_ckpt.cli.shared_options import HOLDS, Command, command_parser, count, quiet, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate import tables
@@ -128,7 +129,7 @@ def _answer(model: str, training: Training, device: str) -> Answer:
     from hf_ckpt.estimate.predict import devices_for
     from hf_ckpt.estimate.step_of_recipe import subject_of
 
-    recipe = training.recipe_for(model)
+    recipe = recipe_for(training, model)
     found = estimates.estimate(subject_of(recipe), devices_for(recipe, [device]), lambda _: None, estimates.QUICK)
     document = estimate_as_json(found)
     _, row = next(iter(found.deciding()))

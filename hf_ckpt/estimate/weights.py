@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_ckpt.structure.experts import are_experts
+
 EXPERTS, EMBEDDINGS, HEAD, LINEAR, OTHERS = "experts", "embeddings", "head", "linear layers", "others"
 """What may not be quantised in a model that is."""
 
 _BITS = " bits"
-_EXPERT_DIMS = 3
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NAMED = 0.9  # The share of what is not quantised that is told by name.
 _KINDS = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "VERA": "VeRA", "XLORA": "X-LoRA"}
 """How kinds of adapters are written, where not as PEFT writes them."""
@@ -150,9 +150,7 @@ def _what(module: nn.Module, parameter: nn.Parameter, head: object) -> str:
         return EMBEDDINGS
     if isinstance(module, nn.Linear):
         return HEAD if module is head else LINEAR
-    # Those of a layer are one parameter; kernels of convolutions have as many dimensions.
-    is_experts = parameter.dim() == _EXPERT_DIMS and not isinstance(module, _CONVOLUTIONS)
-    return EXPERTS if is_experts else OTHERS
+    return EXPERTS if are_experts(module, parameter) else OTHERS
 
 
 def _short(number: int) -> str:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import DiskFullError, OtherProcessError, RecipeError, cause_chain
+from hf_ckpt.finetune.adapter_gradients import AdapterGradients
 from hf_ckpt.finetune.micro_batch import check_auto, effective_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import explained
 from hf_ckpt.finetune.run_report import ProgressLines, RunSummary, measured_peak
@@ -321,6 +322,8 @@ def _trainer(
     has_lines = not sys.stderr.isatty() and recipe.training.get("disable_tqdm") is None
     args.disable_tqdm = args.disable_tqdm or has_lines
     callbacks.append(ProgressLines(partial(_say, args), is_periodic=has_lines))
+    if recipe.adapter_section is not None:
+        callbacks.append(AdapterGradients(partial(_say, args)))
     trainer = make_trainer(recipe, model, args, tokenizer, data, callbacks, reward_funcs=rewards)
     model = trainer.model
     # It is sharded when training begins.

@@ -56,6 +56,30 @@ def check_config(recipe: Recipe) -> None:
         raise RecipeError(not_to_be_had(name, "it is not cached, and the hub cannot be reached"))
 
 
+def may_have_experts(section: Mapping[str, Any]) -> bool:
+    """Tell whether a `model` section may name a mixture of experts, by its config as far as it is here."""
+    name = section["name_or_path"]
+    folder = Path(name) if Path(name).is_dir() else in_hub_cache(name, section.get("revision"))
+    try:
+        fields = (
+            known_configs().get(name)
+            if folder is None
+            else json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        )
+    except (OSError, ValueError):
+        return False
+    return fields is None or _counts_experts(fields)
+
+
+def _counts_experts(fields: object) -> bool:
+    if not isinstance(fields, Mapping):
+        return False
+    return any(
+        _counts_experts(value) or ("expert" in str(key) and isinstance(value, int) and value > 1)
+        for key, value in fields.items()
+    )
+
+
 def not_to_be_had(name: str, reason: str) -> str:
     """Say what to do about a config that was not found."""
     return (

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.loading.adapter_targets import check_matches, check_parameters, unmatched_untold
 from hf_ckpt.loading.config_files import (
     is_path,
     is_reachable,
@@ -278,17 +279,20 @@ def _with_adapter(model: torch.nn.Module, recipe: Recipe, *, is_empty: bool = Fa
     from peft import get_peft_model
 
     kind: str = recipe.adapter_section["type"]
+    name = "lora" if recipe.adapter is None else "adapter"
+    check_parameters(model, recipe.adapter_section, name)
     routers = {name.rpartition(".")[2]: part for name, part in model.named_modules() if _returns_more(part)}
     try:
         config = adapter_config(recipe, is_empty=is_empty, model=model)
-        with old_names_untold():
+        with old_names_untold(), unmatched_untold():
             adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
     except (ValueError, TypeError, ImportError) as error:
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise RecipeError(
             f"{kind} does not suit {type(model).__name__}: {error} Its linear layers are {', '.join(sorted(linear))}."
         ) from error
-    reached = [name for name in routers if _is_wrapped(adapted, name)]
+    check_matches(adapted, recipe.adapter_section, name)
+    reached = [router for router in routers if _is_wrapped(adapted, router)]
     if reached:
         raise RecipeError(
             f"{kind}: target_modules reach {reached[0]}, a {type(routers[reached[0]]).__name__}, which returns more "

@@ -215,6 +215,8 @@ class Training:
 
     method: str = "lora"  # One of `METHODS`.
     rank: int = DEFAULT_RANK  # Of LoRA's matrices.
+    targets: tuple[str, ...] = ()  # Names of the layers that LoRA is on; empty for PEFT's `all-linear`.
+    experts: tuple[str, ...] = ()  # Names of the parameters, below a layer, that it is on.
     length: int = 2048  # Tokens of the longest row.
     batch: int = 1  # Rows of a micro-batch.
     data: str = "rows.jsonl"
@@ -234,8 +236,10 @@ class Training:
         stored = "float32" if self.dtype == "float16" and self.method == "full" else self.dtype
         values: dict[str, Any] = {"model": {"name_or_path": model, "dtype": stored, "attn_implementation": "sdpa"}}
         if self.method != "full":
-            targets = _OF_TEXT if self.images else "all-linear"
+            targets = list(self.targets) or (_OF_TEXT if self.images else "all-linear")
             values["lora"] = {"r": self.rank, "lora_alpha": 2 * self.rank, "target_modules": targets}
+            if self.experts:
+                values["lora"]["target_parameters"] = list(self.experts)
         if self.method == "qlora":
             values["quantization"] = {**_4BIT, "bnb_4bit_compute_dtype": self.dtype}
         values["data"] = {"path": self.data, "max_length": self.length}

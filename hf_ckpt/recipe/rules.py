@@ -155,9 +155,37 @@ def _adapter_trains(draft: Draft) -> Iterator[Refusal]:
             yield f"{name}.peft_type", f"{text}. Leave it out."
 
 
+_NOT_ON_PARAMETERS = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
+"""What PEFT adds to a linear layer alone."""
+_NEED_A_MODULE = ("pissa", "corda", "olora", "loftq", "lora_ga", "eva")
+"""How values of `init_lora_weights` begin for which PEFT reads the weight, or the inputs, of a linear layer."""
+
+
+def _adapter_of_parameters_is_plain(draft: Draft) -> Iterator[Refusal]:
+    """Refuse what PEFT cannot do where it adapts parameters, such as experts, by adding to them as a whole."""
+    for name in _ADAPTERS:
+        if not draft.get(f"{name}.target_parameters"):
+            continue
+        why = f"an adapter on parameters ({name}.target_parameters) is added to the weights, not to a layer's output"
+        for path in (f"{name}.{key}" for key in _NOT_ON_PARAMETERS):
+            if draft.get(path):
+                yield path, f"{why}, where PEFT cannot do this. Leave it out."
+        for path in (f"{name}.{key}" for key in ("layers_to_transform", "exclude_modules")):
+            if draft.get(path):
+                layer = "Name each parameter with its layer there, such as layers.5.mlp.experts.down_proj"
+                yield path, f"PEFT does not look at it for {name}.target_parameters. {layer}, and leave this out."
+        init = draft.get(f"{name}.init_lora_weights")
+        if isinstance(init, str) and init.startswith(_NEED_A_MODULE):
+            yield f"{name}.init_lora_weights", f"{why}, and starts with random numbers. Leave it out."
+
+
 def _adapter_targets_are_named(draft: Draft) -> Iterator[Refusal]:
-    for path in (f"{name}.target_modules" for name in _ADAPTERS):
+    for name in _ADAPTERS:
+        path = f"{name}.target_modules"
         target = draft.get(path)
+        if target == [] and draft.get(f"{name}.target_parameters"):
+            # PEFT adapts these alone. Left out, it would add the layers that it takes by default.
+            continue
         if target == [] or (isinstance(target, list) and "all-linear" in target):
             yield path, "expected names of modules, or all-linear by itself (not in a list)."
         elif isinstance(target, str) and target != "all-linear":
@@ -513,6 +541,7 @@ _RULES: tuple[Callable[[Draft], Iterator[Refusal]], ...] = (
     _config_fits_itself,
     _adapter_is_one,
     _adapter_trains,
+    _adapter_of_parameters_is_plain,
     _adapter_targets_are_named,
     _virtual_tokens_are_trained,
     _quantization_is_one_kind,

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from hf_ckpt.structure.experts import is_experts
+from hf_ckpt.structure.experts import are_experts
 from hf_ckpt.structure.four_bit_tensor import FourBitTensor
 
 _METHOD = "hf_ckpt_bitsandbytes_experts"
@@ -51,7 +51,12 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
     def is_experts(self, model: nn.Module, param_name: str) -> bool:
         """Tell whether a parameter is the experts of a layer, and of one that is not left out."""
         path, _, name = param_name.rpartition(".")
-        return is_experts(model.get_submodule(path), name) and should_convert_module(path, self.modules_to_not_convert)
+        module = model.get_submodule(path)
+        parameter = module._parameters.get(name)
+        if parameter is None or not are_experts(module, parameter):
+            return False
+        is_converted: bool = should_convert_module(path, self.modules_to_not_convert)
+        return is_converted
 
     def get_quantize_ops(self) -> Any:
         """Return what quantises a weight that was read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -246,7 +246,7 @@ class FirstStep:
 
     def _log_without_gradient(self) -> None:
         # The model's own affair: what gets a gradient without the plan, and none with it, is for `prove` to find.
-        names = sorted(name for name, parameter in self._trainable() if not self._got_gradient(parameter))
+        names = sorted(name for name, each in self._trainable() if not got_gradient(each, self._accumulated))
         if names and self._accumulated:
             logger.info(
                 "%d trainable parameter%s got no gradient in step 1: %s%s. If they are to train, is an adapter "
@@ -256,12 +256,6 @@ class FirstStep:
 
     def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self._model.named_parameters() if p.requires_grad and p.is_leaf)
-
-    def _got_gradient(self, parameter: nn.Parameter) -> bool:
-        # Some engines have taken the gradient away by now; of what FSDP1 leaves to other ranks, none comes here. What
-        # ZeRO-3 has emptied is whole in backward, on every rank.
-        is_elsewhere = not parameter.numel() and not hasattr(parameter, "ds_id")
-        return parameter.grad is not None or parameter in self._accumulated or is_elsewhere
 
     def _has_kept(self, key: _Key) -> bool:
         return bool(self._entries[key, _Run.FORWARD]) and not self._entries[key, _Run.RECOMPUTATION]
@@ -282,6 +276,14 @@ class FirstStep:
             f'{"are" if len(indices) > 1 else "is"} set to "{mode}", {fault}'
             for (path, mode, fault), indices in seen.items()
         ]
+
+
+def got_gradient(parameter: nn.Parameter, accumulated: Container[nn.Parameter]) -> bool:
+    """Whether a step gave a parameter a gradient; `accumulated`: those whose hook after accumulation has run."""
+    # Some engines have taken the gradient away by now; of what FSDP1 leaves to other ranks, none comes here. What
+    # ZeRO-3 has emptied is whole in backward, on every rank.
+    is_elsewhere = not parameter.numel() and not hasattr(parameter, "ds_id")
+    return parameter.grad is not None or parameter in accumulated or is_elsewhere
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:

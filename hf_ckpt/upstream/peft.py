@@ -30,3 +30,9 @@ CONSTANT = frozenset(
 """Attributes of an adapted layer that stay as they are. One that is not named here costs some time."""
 CONSTANT_IN_RUN = CONSTANT | {"merged_adapters", "device_map", "tied_adapter", ACTIVE_ADAPTER, DISABLE_ADAPTERS}
 """The same, of those that no forward changes."""
+UNMATCHED = (
+    r"target_(modules|parameters)=.* were set but no",
+    r"The following (rank|alpha)_pattern keys did not match",
+)
+"""How PEFT's warnings begin that names match nothing. It gives the second one, wrongly, of patterns that it adds itself
+for experts: it looks for them among modules, and they match parameters."""

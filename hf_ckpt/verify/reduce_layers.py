@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -146,8 +146,16 @@ def _rule(entry: LayerPlan, layers: list[int], disk: Path) -> dict[str, Any]:
     return rule
 
 
-def adapters_of(model: nn.Module, kept: Sequence[KeptLayers] = ()) -> dict[str, Any]:
-    """Return the adapters of a model, by the name of their module in its base: rank and alpha, or another kind's class.
+class LoraSizes(NamedTuple):
+    """Of LoRA on one module or parameter."""
+
+    rank: int
+    alpha: int
+    is_on_parameter: bool
+
+
+def adapters_of(model: nn.Module, kept: Sequence[KeptLayers] = ()) -> dict[str, LoraSizes | str]:
+    """Return LoRA's sizes, or the class of another adapter, by the module or parameter of the base that it is on.
 
     `kept`: leave out its other layers, and give those that are kept the numbers that they will have.
     """
@@ -157,9 +165,17 @@ def adapters_of(model: nn.Module, kept: Sequence[KeptLayers] = ()) -> dict[str, 
     for each in kept:
         for at, layer in enumerate(each.of(each.stack.layers)):
             named += layer.module.named_modules(prefix=f"{each.stack.path}.{at}", remove_duplicate=False)
-    adapters: dict[str, Any] = {}
-    for name, module in named:
-        if isinstance(module, BaseTunerLayer):
-            sizes = (module.r["default"], module.lora_alpha["default"]) if isinstance(module, LoraLayer) else None
-            adapters[name.removeprefix("base_model.model.")] = sizes or type(module).__name__
+    adapters: dict[str, LoraSizes | str] = {}
+    for path, module in named:
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        name = path.removeprefix("base_model.model.")
+        parameter = getattr(module, "parameter_name", None)
+        if parameter is not None:
+            # Those of several parameters of a module, such as experts, stand around each other.
+            name = f"{name.replace('.base_layer', '')}.{parameter}"
+        if isinstance(module, LoraLayer):
+            adapters[name] = LoraSizes(module.r["default"], module.lora_alpha["default"], parameter is not None)
+        else:
+            adapters[name] = type(module).__name__
     return adapters

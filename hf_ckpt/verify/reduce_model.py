@@ -34,7 +34,7 @@ from hf_ckpt.recipe.recipe import Recipe, Values
 from hf_ckpt.structure.layers import Stack, nearest_config
 from hf_ckpt.verify import processes
 from hf_ckpt.verify.reduce_config import ConfigReducer, hidden_for
-from hf_ckpt.verify.reduce_layers import KeptLayers, adapters_of, modules_of, policy_rules, two_of_each_kind
+from hf_ckpt.verify.reduce_layers import KeptLayers, LoraSizes, adapters_of, modules_of, policy_rules, two_of_each_kind
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
@@ -191,11 +191,14 @@ def _carried_over(recipe: Recipe, full: MetaModel, kept: Sequence[KeptLayers], f
     if section is None or section["type"] != "lora":
         return
     # What names layers by number would reach others than those that the kept ones stand for.
-    adapters = {name: sizes for name, sizes in adapters_of(full.model, kept).items() if isinstance(sizes, tuple)}
+    adapters = {name: on for name, on in adapters_of(full.model, kept).items() if isinstance(on, LoraSizes)}
     own = {key: value for key, value in section.items() if key not in _LORA_BY_NUMBER}
-    own["rank_pattern"] = {f"^{re.escape(name)}$": rank for name, (rank, _) in adapters.items()}
-    own["alpha_pattern"] = {f"^{re.escape(name)}$": alpha for name, (_, alpha) in adapters.items()}
-    yield replace(recipe, lora=None, adapter={**own, "target_modules": sorted(adapters)})
+    own["rank_pattern"] = {f"^{re.escape(name)}$": on.rank for name, on in adapters.items()}
+    own["alpha_pattern"] = {f"^{re.escape(name)}$": on.alpha for name, on in adapters.items()}
+    own["target_modules"] = sorted(name for name, on in adapters.items() if not on.is_on_parameter)
+    if parameters := sorted(name for name, on in adapters.items() if on.is_on_parameter):
+        own["target_parameters"] = parameters
+    yield replace(recipe, lora=None, adapter=own)
 
 
 def _check(recipe: Recipe, section: Values, full: MetaModel, kept: Sequence[KeptLayers]) -> None:

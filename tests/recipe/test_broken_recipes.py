@@ -264,6 +264,17 @@ BROKEN = [
     ),
     broken(lora("target_modules: all_linear"), 'Did you mean "all-linear"?'),
     broken(lora("target_modules: [all-linear]"), "or all-linear by itself (not in a list)"),
+    broken(
+        lora("lora_dropout: 0.1, target_parameters: [experts.w]"), "lora.lora_dropout = 0.1: an adapter on parameters"
+    ),
+    broken(lora("use_dora: true, target_parameters: [experts.w]"), "lora.use_dora = true: an adapter on parameters"),
+    broken(lora("lora_bias: true, target_parameters: [experts.w]"), "where PEFT cannot do this. Leave it out."),
+    broken(
+        lora("init_lora_weights: pissa, target_parameters: [experts.w]"), "starts with random numbers. Leave it out."
+    ),
+    broken(lora("layers_to_transform: [1], target_parameters: [w]"), "does not look at it for lora.target_parameters."),
+    broken(lora("target_parameters: experts.w"), "lora.target_parameters"),
+    broken(lora("target_modules: [], target_parameters: []"), "lora.target_modules = []: expected names of modules"),
     broken(lora("target_modules: []"), "lora.target_modules = []: expected names of modules"),
     broken(lora("target_modules: 'q_proj, v_proj'"), 'Write ["q_proj", "v_proj"].'),
     broken(quantized("load_in_4bit: true, load_in_8bit: true"), "load_in_4bit is true as well. Keep one."),

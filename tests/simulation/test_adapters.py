@@ -77,7 +77,12 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_simulated_peak_and_categories_are_those_of_the_step_that_ran(name: str, tmp_path: Path) -> None:
-    followed, simulated = RUNS[name].followed(tmp_path), RUNS[name].simulated()
+    hold(RUNS[name], tmp_path)
+
+
+def hold(run: Run, folder: Path) -> None:
+    """Assert that a simulated step is that which really runs."""
+    followed, simulated = run.followed(folder), run.simulated()
     off = differences(simulated, followed)
     assert {category: value for category, value in off.items() if abs(value) > TOLERANCE} == {}
     assert (simulated.peak_at.phase, simulated.peak_at.layer_idx) == (
@@ -85,6 +90,25 @@ def test_simulated_peak_and_categories_are_those_of_the_step_that_ran(name: str,
         followed.peak_at.layer_idx,
     )
     assert simulated.tokens == followed.tokens
+
+
+ON_EXPERTS: dict[str, Any] = {
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("policy", [None, "full", "attention", "ffn", "selective", "selective_attention"])
+@pytest.mark.parametrize(
+    ("model_type", "settings"), [("qwen3_moe", MIXED), ("gpt_oss", {**MIXED, "attention": "eager"}), ("mixtral", {})]
+)
+@pytest.mark.sweep(keep=3)
+def test_experts_with_an_adapter_are_there_once_more_in_each_forward(
+    model_type: str, settings: dict[str, Any], policy: str | None, tmp_path: Path
+) -> None:
+    # PEFT adds to all experts of a layer, and autograd keeps what comes out where the layer is not recomputed.
+    adapters = peft.LoraConfig(r=4, **CAUSAL, **ON_EXPERTS)
+    hold(run(adapters, model_type=model_type, policy=policy, **settings), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "length"), [("prefix", LENGTH), ("prompt, selective", LENGTH + NUM_VIRTUAL)])
