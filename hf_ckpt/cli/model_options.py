@@ -125,7 +125,8 @@ def recipe_for(training: Training, model: str, overrides: Sequence[str] = (), *,
 
         found = mixture_targets(recipe)
     if found is not None:
-        training = replace(training, targets=found.attention, experts=found.experts if with_experts else ())
+        experts = found.experts if with_experts else ()
+        training = replace(training, targets=found.attention, experts=experts, has_experts=True)
         return training.recipe_for(model, overrides)
     if with_experts:
         raise RecipeError(

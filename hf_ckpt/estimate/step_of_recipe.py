@@ -27,6 +27,7 @@ from hf_ckpt.loading.model import (
     Found,
     bits_and_bytes,
     find_config,
+    is_mxfp4,
     made,
     prepared_for_kbit,
     with_empty_adapter,
@@ -238,7 +239,7 @@ def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
 def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     """Return the quantisation that a model's own config brings, as fields of `BitsAndBytesConfig`."""
     own = getattr(config, "quantization_config", None)
-    if own is None:
+    if own is None or is_mxfp4(config):
         return None
     fields: dict[str, Any] = own if isinstance(own, dict) else json.loads(own.to_json_string(use_diff=False))
     if fields.get("quant_method") != "bitsandbytes":
@@ -255,6 +256,8 @@ def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weights) -> Iterator[tuple[str, str]]:
     yield "model", f"{_class_name(model)}; config from {found.source}"
     yield "weights", weights.describe()
+    if is_mxfp4(found.config):
+        yield "stored", "experts in MXFP4, which does not train: they are dequantised as they are loaded"
     yield "trained", weights.describe_trained()
     times = step.gradient_accumulation_steps
     yield "batch", f"{describe_rows(step)}; {times} micro-batch{'es' if times > 1 else ''} in each step"

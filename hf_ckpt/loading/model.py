@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +57,8 @@ from hf_ckpt.structure.quantized_experts import (
 )
 from hf_ckpt.upstream import old_names_untold
 from hf_ckpt.upstream.torch import DDP_IGNORES
+
+logger = logging.getLogger(__name__)
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
 _NEEDS_WEIGHTS = (
@@ -116,6 +120,9 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
         options["device_map"] = {"": "cpu"}
     try:
         auto, config = _auto_and_config(name, recipe)
+        if is_mxfp4(config):
+            logger.info("%s: its experts are stored in MXFP4, which does not train. They are dequantised.", name)
+            options |= _dequantized_on_loading(config, section)
         options["attn_implementation"] = fitting_attention(auto, config, options.get("attn_implementation"))
         model: PreTrainedModel = auto.from_pretrained(
             name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options, **_labels(recipe)
@@ -140,6 +147,24 @@ def _on_device_but_weights(model: PreTrainedModel, recipe: Recipe) -> PreTrained
     return model
 
 
+def is_mxfp4(config: PreTrainedConfig) -> bool:
+    """Tell whether a model's experts are stored in MXFP4, as those of gpt-oss. The adapter's gradient needs others."""
+    own = getattr(config, "quantization_config", None)
+    return own is not None and (own if isinstance(own, dict) else own.to_dict()).get("quant_method") == "mxfp4"
+
+
+def _dequantized_on_loading(config: PreTrainedConfig, section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of `from_pretrained` by which experts in MXFP4 are loaded for training."""
+    if section is None:
+        from transformers import Mxfp4Config
+
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    # transformers takes one quantisation: that of the recipe, which reads the other.
+    del config.quantization_config
+    kind: Any = partial(ExpertsBitsAndBytesConfig, quantizes_experts=bool(section.get(QUANTIZE_EXPERTS)))
+    return {"config": config, "quantization_config": kind(reads_mxfp4=True, **_fields_of_bits_and_bytes(section))}
+
+
 def _auto_and_config(name: str, recipe: Recipe) -> tuple[Any, PreTrainedConfig]:
     config = AutoConfig.from_pretrained(name, **source_options(recipe.model, "revision"))
     return auto_class(recipe.kind, config), config
@@ -152,10 +177,12 @@ def _labels(recipe: Recipe) -> dict[str, int]:
 
 def bits_and_bytes(section: Mapping[str, Any]) -> BitsAndBytesConfig:
     """Return what a `quantization` section says to bitsandbytes."""
-    fields = {key: value for key, value in section.items() if key not in (PREPARE_FOR_KBIT, QUANTIZE_EXPERTS)}
-    if section.get(QUANTIZE_EXPERTS):
-        return ExpertsBitsAndBytesConfig(**fields)
-    return BitsAndBytesConfig(**fields)  # type: ignore[no-untyped-call]  # upstream
+    kind = ExpertsBitsAndBytesConfig if section.get(QUANTIZE_EXPERTS) else BitsAndBytesConfig
+    return kind(**_fields_of_bits_and_bytes(section))  # type: ignore[no-untyped-call]  # upstream
+
+
+def _fields_of_bits_and_bytes(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key not in (PREPARE_FOR_KBIT, QUANTIZE_EXPERTS)}
 
 
 def prepared_for_kbit(model: PreTrainedModel, section: Mapping[str, Any]) -> PreTrainedModel:

@@ -217,6 +217,7 @@ class Training:
     rank: int = DEFAULT_RANK  # Of LoRA's matrices.
     targets: tuple[str, ...] = ()  # Names of the layers that LoRA is on; empty for PEFT's `all-linear`.
     experts: tuple[str, ...] = ()  # Names of the parameters, below a layer, that it is on.
+    has_experts: bool = False  # Whether the model is a mixture, of which 4 bits are for the experts too.
     length: int = 2048  # Tokens of the longest row.
     batch: int = 1  # Rows of a micro-batch.
     data: str = "rows.jsonl"
@@ -242,6 +243,8 @@ class Training:
                 values["lora"]["target_parameters"] = list(self.experts)
         if self.method == "qlora":
             values["quantization"] = {**_4BIT, "bnb_4bit_compute_dtype": self.dtype}
+            if self.has_experts:
+                values["quantization"]["quantize_experts"] = True
         values["data"] = {"path": self.data, "max_length": self.length}
         if self.images:
             values["trainer"] = "sft"

@@ -207,18 +207,19 @@ def _write(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     written = [given[argument.name] for argument in arguments if _is_written(argument) and argument.name in given]
     if not any(isinstance(each, FourBitTensor) for each in tree_leaves(written)):
         return function(*_dequantized(args), **_dequantized(kwargs))
-    if len(written) > 1 or written[0] is not args[0] or args[0]._seen != _WHOLE:
+    tensor = args[0]
+    if len(written) > 1 or written[0] is not tensor or not isinstance(tensor, FourBitTensor) or tensor._seen != _WHOLE:
         raise UnsupportedError(
             f"{function} writes into a weight in 4 bits by a view, or together with other tensors, which cannot be "
             "done. Write into the whole weight."
         )
-    values = args[0].values()
+    values = tensor.values()
     function(values, *_dequantized(args[1:]), **_dequantized(kwargs))
-    made = args[0].requantized(values)
-    args[0].packed.copy_(made.packed)
-    for tensor, new in zip(args[0].statistics(), made.statistics(), strict=True):
-        tensor.copy_(new)
-    return args[0]
+    made = tensor.requantized(values)
+    tensor.packed.copy_(made.packed)
+    for old, new in zip(tensor.statistics(), made.statistics(), strict=True):
+        old.copy_(new)
+    return tensor
 
 
 def _is_written(argument: Any) -> bool:

@@ -25,11 +25,21 @@ _METHOD = "hf_ckpt_bitsandbytes_experts"
 
 @register_quantization_config(_METHOD)
 class ExpertsBitsAndBytesConfig(BitsAndBytesConfig):
-    """A config of bitsandbytes whose 4 bits hold for experts too."""
+    """A config of bitsandbytes whose 4 bits hold for experts too.
 
-    def __init__(self, **options: Any) -> None:
+    `reads_mxfp4`: the experts are stored in MXFP4, as those of gpt-oss. Each layer's are dequantised as they are read.
+    """
+
+    def __init__(self, *, quantizes_experts: bool = True, reads_mxfp4: bool = False, **options: Any) -> None:
         super().__init__(**options)  # type: ignore[no-untyped-call]  # upstream
         self.quant_method = _METHOD
+        self.quantizes_experts = quantizes_experts
+        self.reads_mxfp4 = reads_mxfp4
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return all options: upstream compares with the fields of its own class."""
+        options: dict[str, Any] = self.to_dict()
+        return options
 
     def of_experts(self) -> dict[str, Any]:
         """Return the options of `bitsandbytes.functional.quantize_4bit` for experts."""
@@ -53,7 +63,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
         path, _, name = param_name.rpartition(".")
         module = model.get_submodule(path)
         parameter = module._parameters.get(name)
-        if parameter is None or not are_experts(module, parameter):
+        if not self.quantization_config.quantizes_experts or parameter is None or not are_experts(module, parameter):
             return False
         is_converted: bool = should_convert_module(path, self.modules_to_not_convert)
         return is_converted
@@ -61,6 +71,17 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
     def get_quantize_ops(self) -> Any:
         """Return what quantises a weight that was read."""
         return _Quantize(self)
+
+    def get_weight_conversions(self) -> Any:
+        """Return how weights that are stored otherwise become those of the model."""
+        conversions = super().get_weight_conversions()
+        if not self.quantization_config.reads_mxfp4:
+            return conversions
+        from transformers.core_model_loading import WeightConverter
+        from transformers.integrations.mxfp4 import Mxfp4Dequantize
+
+        stored = {name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")}
+        return [*conversions, *(WeightConverter(both, name, [Mxfp4Dequantize(self)]) for name, both in stored.items())]
 
     def is_serializable(self) -> bool:
         """Tell that the base cannot be saved: no loader would know its experts."""
