@@ -47,6 +47,7 @@ _QWEN3_VL: dict[str, Any] = {
         "deepstack_visual_indexes": [1],
     },
 }
+_MIXTURE = {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-2-70b-hf": {"model_type": "llama", **_SIZES},
@@ -56,8 +57,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B": {"model_type": "qwen3", **_SIZES},
     "Qwen/Qwen3-8B-Base": {"model_type": "qwen3", **_SIZES},
     "Qwen/Qwen3-32B": {"model_type": "qwen3", **_SIZES},
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        **_SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "Qwen/Qwen3-VL-8B-Instruct": {"model_type": "qwen3_vl", **_QWEN3_VL},
     "google/gemma-3-4b-it": {"model_type": "gemma3", **_GEMMA3},
+    "mistralai/Mixtral-8x7B-v0.1": {"model_type": "mixtral", **_MIXTURE},
+    "openai/gpt-oss-20b": {"model_type": "gpt_oss", **_MIXTURE, "sliding_window": 16},
     "mistralai/Mistral-7B-v0.3": {"model_type": "mistral", **_SIZES, "sliding_window": None},
 }
 """Configs of the twins, by the hub id that recipes name."""

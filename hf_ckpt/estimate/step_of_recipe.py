@@ -5,6 +5,7 @@ recipe -> config -> model on `meta`, in the dtype that weights are loaded in -> 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -212,7 +213,8 @@ def _base(recipe: Recipe, found: Found, place: torch.device) -> Any:
         # The vocabulary is the tokenizer's, which is trained to this size.
         found.config.vocab_size = int(tokenizer["train"]["vocab_size"])
     with place:
-        return made(found.config, section, recipe, dtype=_dtype(recipe, found))
+        # Quantising writes into the model's config.
+        return made(copy.deepcopy(found.config), section, recipe, dtype=_dtype(recipe, found))
 
 
 def _dtype(recipe: Recipe, found: Found) -> torch.dtype:

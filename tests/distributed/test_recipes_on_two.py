@@ -110,3 +110,16 @@ def check_words(run: Run, printed: str) -> None:
     assert run.summary.table() in printed
     assert f"all {len(run.weights)} tensors are there, as one process would save them" in printed
     assert sum(line.startswith("Sample, ") for line in lines) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+def test_experts_in_4_bits_train_on_two_as_without_the_plan(tmp_path: Path) -> None:
+    # DDP compares and sends all parameters but those that it is told to leave.
+    folder, stem = made_by_first(lambda: tmp_path), "gpt_oss_20b_lora_24gb"
+    with launched("ddp_8gpu"):
+        left_out = (f"checkpointing.{key}=null" for key in ("memory_budget", "exact", "fallback"))
+        run = carry_out(stem, folder / "planned", "checkpointing.policy=full", *left_out)
+        plain = carry_out(stem, folder / "plain", "checkpointing=null")
+    assert run.summary.engine == "DDP on 2 processes; sharded: nothing, each holds the whole model"
+    check_losses(run, plain)
+    check_weights_are_those_without_the_plan(run, plain)

@@ -61,6 +61,7 @@ PLANS = {
         "  5            full",
         "  6            ffn",
     ],
+    "gpt_oss_20b_lora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama32_3b_qlora_t4": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_dpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_qlora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
@@ -75,6 +76,8 @@ PLANS = {
     "llama7b_lora_ddp": ["base_model.model.model.layers: 32 layers", "  0 to 15      full", "  16 to 31     ffn"],
     "llama7b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "mistral7b_full_bf16": ["model.layers: 4 layers", "  0 to 3       none"],
+    "mixtral_8x7b_qlora_48gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
+    "qwen3_30b_a3b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "qwen3_32b_lora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "qwen3_4b_grpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "qwen3_8b_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
@@ -228,7 +231,9 @@ def check_optimizer(run: Run) -> None:
         return
     state = torch.load(checkpoint / "optimizer.pt", weights_only=False)["state"]
     dtypes = {tensor.dtype for tensor in tensors_in(state)}
-    assert (torch.uint8 in dtypes) is ("8bit" in run.recipe.training["optim"])
+    # bitsandbytes keeps anything smaller in float32.
+    is_large = any(weight.numel() >= 4096 for weight in run.weights.values())
+    assert (torch.uint8 in dtypes) is (is_large and "8bit" in run.recipe.training["optim"])
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -240,18 +245,32 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def check_adapter_is_whole(run: Run) -> None:
-    rank = run.recipe.lora["r"]
+    rank, targets = run.recipe.lora["r"], run.recipe.lora["target_modules"]
     expected = {}
     for number in range(num_layers(run)):
         for name, (inputs, outputs) in LINEAR_SIZES.items():
+            if isinstance(targets, list) and name not in targets:
+                continue
             part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             path = f"{layers_path(run)}.{number}.{part}.{name}"
             expected[f"{path}.lora_A.weight"] = (rank, inputs)
             expected[f"{path}.lora_B.weight"] = (outputs, rank)
+        if run.recipe.lora.get("target_parameters"):
+            expected |= _of_experts(f"{layers_path(run)}.{number}.mlp.experts", rank)
     weights = run.weights
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == expected
     # Every B begins as zeros: what is not zero has been trained.
     assert [name for name, weight in weights.items() if ".lora_B." in name and not weight.any()] == []
+
+
+def _of_experts(path: str, rank: int) -> dict[str, tuple[int, int]]:
+    """Shapes of the adapters of gpt-oss' experts: four, of which each has a rank; the second is around the first."""
+    sizes = {"base_layer.": (64, 2 * 256), "": (256, 64)}
+    both: dict[str, tuple[int, int]] = {}
+    for wrapper, (inputs, outputs) in sizes.items():
+        both[f"{path}.{wrapper}lora_A.weight"] = (4 * rank, inputs)
+        both[f"{path}.{wrapper}lora_B.weight"] = (outputs, 4 * rank)
+    return both
 
 
 def layers_path(run: Run) -> str:

@@ -96,6 +96,13 @@ REFUSED = {
         "quantization.load_in_8bit: bitsandbytes' 8-bit weights cannot be sharded by FSDP2. Use load_in_4bit with "
         "bnb_4bit_quant_storage, or launch with DDP.",
     ),
+    "experts in 4 bits": (
+        FSDP2,
+        {**BF16_STORAGE, "quantize_experts": True},
+        {},
+        "quantization.quantize_experts: FSDP2 cannot shard experts in 4 bits. Remove it, and they are sharded as they "
+        "were loaded; or launch one process, or DDP.",
+    ),
     "bitsandbytes' optimizer": (
         FSDP2,
         BF16_STORAGE,

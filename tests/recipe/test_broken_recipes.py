@@ -279,6 +279,8 @@ BROKEN = [
     broken(lora("target_modules: 'q_proj, v_proj'"), 'Write ["q_proj", "v_proj"].'),
     broken(quantized("load_in_4bit: true, load_in_8bit: true"), "load_in_4bit is true as well. Keep one."),
     broken(quantized("bnb_4bit_quant_type: nf4"), "quantization: quantises nothing"),
+    broken(quantized("load_in_8bit: true, quantize_experts: true"), "experts are quantised in 4 bits only"),
+    broken(quantized("load_in_4bit: true, quantise_experts: true"), "quantize_experts"),
     broken(
         text_of(quantization="{load_in_4bit: true}"), "quantised weights cannot be trained by themselves. Add a lora"
     ),

@@ -276,6 +276,7 @@ def test_recipes_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
 def test_recipes_ship() -> None:
     assert [path.stem for path in SHIPPED] == [
         "gemma3_4b_lora",
+        "gpt_oss_20b_lora_24gb",
         "llama32_3b_qlora_t4",
         "llama3_8b_dpo_lora",
         "llama3_8b_qlora",
@@ -290,6 +291,8 @@ def test_recipes_ship() -> None:
         "llama7b_lora_ddp",
         "llama7b_qlora_24gb",
         "mistral7b_full_bf16",
+        "mixtral_8x7b_qlora_48gb",
+        "qwen3_30b_a3b_qlora_24gb",
         "qwen3_32b_lora_fsdp",
         "qwen3_4b_grpo_lora",
         "qwen3_8b_lora",
@@ -306,7 +309,8 @@ def test_shipped_recipe_loads(path: Path) -> None:
     assert recipe.training["output_dir"] == f"runs/{path.stem}"
     assert recipe.checkpointing is not None
     assert (recipe.lora is None) == ("lora" not in path.stem)
-    assert (recipe.quantization is not None) == ("qlora" in path.stem)
+    # gpt-oss comes in 4 bits, so that its recipe has no other name.
+    assert (recipe.quantization is not None) == ("qlora" in path.stem or path.stem == "gpt_oss_20b_lora_24gb")
 
 
 @pytest.mark.parametrize("path", LOADABLE, ids=lambda path: path.stem)
