@@ -37,6 +37,7 @@ SUITES = {
     "proof_launches": "benchmarks.proof_launches",
     "eight_bit": "benchmarks.eight_bit",
     "waiting_weights": "benchmarks.waiting_weights",
+    "quantized_experts": "benchmarks.quantized_experts",
     "recovery_sweep": "benchmarks.recovery_sweep",
     "recovery_stream": "benchmarks.recovery_stream",
     "late_events": "benchmarks.late_events",

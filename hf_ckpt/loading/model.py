@@ -156,7 +156,7 @@ def is_mxfp4(config: PreTrainedConfig) -> bool:
 def _dequantized_on_loading(config: PreTrainedConfig, section: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options of `from_pretrained` by which experts in MXFP4 are loaded for training."""
     if section is None:
-        from transformers import Mxfp4Config
+        from transformers.utils.quantization_config import Mxfp4Config
 
         return {"quantization_config": Mxfp4Config(dequantize=True)}
     # transformers takes one quantisation: that of the recipe, which reads the other.
@@ -178,7 +178,7 @@ def _labels(recipe: Recipe) -> dict[str, int]:
 def bits_and_bytes(section: Mapping[str, Any]) -> BitsAndBytesConfig:
     """Return what a `quantization` section says to bitsandbytes."""
     kind = ExpertsBitsAndBytesConfig if section.get(QUANTIZE_EXPERTS) else BitsAndBytesConfig
-    return kind(**_fields_of_bits_and_bytes(section))  # type: ignore[no-untyped-call]  # upstream
+    return kind(**_fields_of_bits_and_bytes(section))
 
 
 def _fields_of_bits_and_bytes(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def quantize_on_meta(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
     except (ImportError, ValueError, RuntimeError) as error:
         raise UnsupportedError(f"The quantised model cannot be simulated: {error}") from error
     if isinstance(quantizer, ExpertsQuantizer):
-        for name, parameter in [*model.named_parameters()]:
+        for name, parameter in list(model.named_parameters()):
             if quantizer.is_experts(model, name):
                 path, _, last = name.rpartition(".")
-                options = config.of_experts() | {"blocksize": None}
+                options = quantizer.quantization_config.of_experts()
                 made = FourBitTensor(*_quantized_on_meta(parameter.data, **options))
                 model.get_submodule(path)._parameters[last] = nn.Parameter(made, requires_grad=False)
     for name, module in model.named_modules():
@@ -71,7 +71,8 @@ def constants(model: nn.Module) -> Iterator[Tensor]:
 
 def constants_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield those of one module, without its submodules."""
-    for parameter in module._parameters.values():
+    held: Iterable[Any] = module._parameters.values()
+    for parameter in held:
         if isinstance(parameter, FourBitTensor):
             yield from parameter.statistics()
     if _is_quantized(module):

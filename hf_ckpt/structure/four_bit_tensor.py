@@ -21,7 +21,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.upstream.torch import DisableTorchFunction, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
-_SET_DATA = Tensor.data.__set__
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property
 
 
 @dataclass(frozen=True, slots=True)

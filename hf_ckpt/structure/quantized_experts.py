@@ -32,7 +32,7 @@ class ExpertsBitsAndBytesConfig(BitsAndBytesConfig):
 
     def __init__(self, *, quantizes_experts: bool = True, reads_mxfp4: bool = False, **options: Any) -> None:
         super().__init__(**options)  # type: ignore[no-untyped-call]  # upstream
-        self.quant_method = _METHOD
+        self.quant_method: Any = _METHOD
         self.quantizes_experts = quantizes_experts
         self.reads_mxfp4 = reads_mxfp4
 
@@ -54,6 +54,8 @@ class ExpertsBitsAndBytesConfig(BitsAndBytesConfig):
 class ExpertsQuantizer(Bnb4BitHfQuantizer):
     """Quantises the experts of a layer as soon as transformers has put them together, and drops what it read."""
 
+    quantization_config: ExpertsBitsAndBytesConfig
+
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Tell whether a weight that was read is to be quantised."""
         return self.is_experts(model, param_name) or super().param_needs_quantization(model, param_name, **kwargs)
@@ -70,56 +72,59 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
 
     def get_quantize_ops(self) -> Any:
         """Return what quantises a weight that was read."""
-        return _Quantize(self)
+        return _Quantize(self)  # type: ignore[no-untyped-call]  # upstream
 
     def get_weight_conversions(self) -> Any:
         """Return how weights that are stored otherwise become those of the model."""
-        conversions = super().get_weight_conversions()
+        conversions = super().get_weight_conversions()  # type: ignore[no-untyped-call]  # upstream
         if not self.quantization_config.reads_mxfp4:
             return conversions
         from transformers.core_model_loading import WeightConverter
         from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
+        dequantize: Any = Mxfp4Dequantize
         stored = {name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")}
-        return [*conversions, *(WeightConverter(both, name, [Mxfp4Dequantize(self)]) for name, both in stored.items())]
+        return [*conversions, *(WeightConverter(both, name, [dequantize(self)]) for name, both in stored.items())]
 
     def is_serializable(self) -> bool:
         """Tell that the base cannot be saved: no loader would know its experts."""
         return False
 
 
-class _Quantize(Bnb4bitQuantize):  # type: ignore[misc]  # upstream is untyped
-    def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+class _Quantize(Bnb4bitQuantize):
+    def convert(  # type: ignore[override]  # as it is called
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
         quantizer: ExpertsQuantizer = self.hf_quantizer
         found: dict[str, Tensor] = {}
-        for name, value in input_dict.items():
+        for key, value in input_dict.items():
+            # Older versions have one parameter here, under another name.
+            name = key if len(input_dict) > 1 else full_layer_name
             if quantizer.is_experts(model, name):
                 values = value[0] if isinstance(value, list) else value
                 quantized = FourBitTensor.quantized(values, **quantizer.quantization_config.of_experts())
                 found[name] = nn.Parameter(quantized, requires_grad=False)
             else:
-                found |= super().convert({name: value}, model=model, **kwargs)
+                found |= super().convert({name: value}, full_layer_name=name, model=model, **kwargs)
         return found
 
 
 def experts_in_4_bits(model: nn.Module) -> Iterator[tuple[str, FourBitTensor]]:
     """Yield the experts of a model that are quantised, with their names."""
-    yield from ((name, each) for name, each in model.named_parameters() if isinstance(each, FourBitTensor))
+    for name, parameter in model.named_parameters():
+        tensor: Tensor = parameter
+        if isinstance(tensor, FourBitTensor):
+            yield name, tensor
 
 
 @contextmanager
 def without_experts_in_4_bits(model: nn.Module) -> Iterator[None]:
     """Hide them in the block, from who casts all weights of a model."""
-    found = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, FourBitTensor)
-    ]
+    found = [(model.get_submodule(name.rpartition(".")[0]), name, each) for name, each in experts_in_4_bits(model)]
     for module, name, _ in found:
-        module._parameters[name] = None
+        module._parameters[name.rpartition(".")[2]] = None
     try:
         yield
     finally:
-        for module, name, parameter in found:
-            module._parameters[name] = parameter
+        for module, name, experts in found:
+            module._parameters[name.rpartition(".")[2]] = experts  # type: ignore[assignment]  # a parameter
