@@ -57,8 +57,9 @@ RECIPES = {"recipe", "loading", "estimate", "finetune", "verify", "cli", "__main
 # Read other trainers' interfaces where those are installed.
 GUARDED = {"integrations"}
 CORE = set(ORDER) - RECIPES - GUARDED
-# Simulates bitsandbytes' layers and optimizers where they are installed, and draws.
-WITH_OPTIONAL = {"simulation"}
+# Packs a mixture's experts in 4 bits as bitsandbytes does; simulates its layers and optimizers where they are
+# installed, and draws.
+WITH_OPTIONAL = {"upstream", "simulation"}
 
 CORE_REQUIREMENTS = {"torch", "transformers", "accelerate"}
 OPTIONAL = {"bitsandbytes", "gradio", "liger_kernel", "matplotlib", "trl"}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.upstream.torch import DisableTorchFunction, tree_leaves, tree_map_only
+from hf_ckpt.upstream.bitsandbytes import dequantized_4bit, quantized_4bit, scales_of
+from hf_ckpt.upstream.torch import DisableTorchFunction, make_wrapper_subclass, schema_of, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property
@@ -56,7 +57,7 @@ class FourBitTensor(Tensor):
             del shape[0], strides[0]
         if seen.is_transposed:
             shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
-        made: FourBitTensor = Tensor._make_wrapper_subclass(
+        made: FourBitTensor = make_wrapper_subclass(
             cls, shape, strides=strides, dtype=seen.dtype or quant_state.dtype, device=packed.device
         )
         made.packed, made.quant_state, made._seen = packed, quant_state, seen
@@ -65,31 +66,24 @@ class FourBitTensor(Tensor):
     @classmethod
     def quantized(cls, values: Tensor, **options: Any) -> FourBitTensor:
         """Return the values in 4 bits. `options` are those of bitsandbytes' `quantize_4bit`."""
-        from bitsandbytes.functional import quantize_4bit
-
-        return cls(*quantize_4bit(values.contiguous(), **options))
+        return cls(*quantized_4bit(values.contiguous(), **options))
 
     def values(self) -> Tensor:
         """Return the values, dequantised: a new tensor of this one's shape and dtype."""
-        values = (
-            _dequantized_4bit(self.packed, self.quant_state) if self._seen.expert is None else self._of_one_expert()
-        )
+        values = dequantized_4bit(self.packed, self.quant_state) if self._seen.expert is None else self._of_one_expert()
         values = values if self._seen.dtype is None else values.to(self._seen.dtype)
         return values.transpose(-2, -1) if self._seen.is_transposed else values
 
     def _of_one_expert(self) -> Tensor:
-        from bitsandbytes.functional import dequantize_blockwise
-
         state = self.quant_state
         num_experts, *shape = state.shape
         if math.prod(shape) % state.blocksize:
             # A block holds the end of one expert and the beginning of the next.
-            return _dequantized_4bit(self.packed, state)[self._seen.expert].clone()
-        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+            return dequantized_4bit(self.packed, state)[self._seen.expert].clone()
         of_one = copy.copy(state)
-        of_one.absmax, of_one.shape = scales.view(num_experts, -1)[self._seen.expert], torch.Size(shape)
+        of_one.absmax, of_one.shape = scales_of(state).view(num_experts, -1)[self._seen.expert], torch.Size(shape)
         of_one.nested = False
-        return _dequantized_4bit(self.packed.view(num_experts, -1, 1)[self._seen.expert], of_one)
+        return dequantized_4bit(self.packed.view(num_experts, -1, 1)[self._seen.expert], of_one)
 
     def statistics(self) -> Iterator[Tensor]:
         """Yield the tensors that belong to the packed values."""
@@ -152,7 +146,7 @@ class FourBitTensor(Tensor):
             answered = answer(*args, **kwargs)
             if answered is not None:
                 return answered
-        if function._schema.is_mutable:
+        if schema_of(function).is_mutable:
             return _write(function, args, kwargs)
         return function(*_dequantized(args), **_dequantized(kwargs))
 
@@ -182,17 +176,6 @@ def _restored(packed: Tensor, quant_state: Any, seen: _Seen, is_parameter: bool)
     return nn.Parameter(made, requires_grad=False) if is_parameter else made
 
 
-def _dequantized_4bit(packed: Tensor, quant_state: Any) -> Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
-    # Block by block: on a CPU it takes the scales of other blocks for rows that are no whole number of blocks.
-    size, block = math.prod(quant_state.shape), quant_state.blocksize
-    flat = copy.copy(quant_state)
-    flat.shape = torch.Size((size,) if size % block else (size // block, block))
-    values: Tensor = dequantize_4bit(packed, flat)
-    return values.view(quant_state.shape)
-
-
 def _dequantized(tree: Any) -> Any:
     return tree_map_only(FourBitTensor, FourBitTensor.values, tree)
 
@@ -202,7 +185,7 @@ def _write(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if function is _aten.set_.source_Tensor and args[0] is args[1]:
         # A parametrization registers itself so.
         return args[0]
-    arguments = function._schema.arguments
+    arguments = schema_of(function).arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [given[argument.name] for argument in arguments if _is_written(argument) and argument.name in given]
     if not any(isinstance(each, FourBitTensor) for each in tree_leaves(written)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,3 +63,34 @@ def move_statistics(module: nn.Module, parameter: Tensor, device: torch.device) 
     for holder in holders if type(module).__name__ == "Linear8bitLt" else ():
         if isinstance(scales := getattr(holder, "SCB", None), Tensor):
             holder.SCB = scales.to(device)
+
+
+def quantized_4bit(values: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """Return values in 4 bits, packed, with their `QuantState`. `options`: of `quantize_4bit`."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, quant_state = quantize_4bit(values, **options)
+    return packed, quant_state
+
+
+def dequantized_4bit(packed: Tensor, quant_state: Any) -> Tensor:
+    """Return packed values as a new tensor of the shape and dtype that the state says."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    # Block by block: on a CPU it takes the scales of other blocks for rows that are no whole number of blocks (0.50).
+    size, block = math.prod(quant_state.shape), quant_state.blocksize
+    flat = copy.copy(quant_state)
+    flat.shape = torch.Size((size,) if size % block else (size // block, block))
+    values: Tensor = dequantize_4bit(packed, flat)
+    return values.view(quant_state.shape)
+
+
+def scales_of(quant_state: Any) -> Tensor:
+    """Return the scales of the blocks of packed values, in float32."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    scales: Tensor = quant_state.absmax
+    if quant_state.nested:
+        scales = dequantize_blockwise(scales, quant_state.state2)
+        scales += quant_state.offset
+    return scales
