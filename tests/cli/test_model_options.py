@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,80 @@ def test_options_are_those_of_the_recipe(words: list[str], expected: tuple[Any, 
     assert (method, rank, recipe.data["max_length"], rows) == expected
     assert recipe.model["name_or_path"] == KNOWN
     assert recipe.is_auto
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MIXTURE = {
+    **SHAPE,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "experts"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", ATTENTION, "mlp.experts"),
+        ("Qwen/Qwen3-30B-A3B", ATTENTION, "mlp.experts"),
+        ("openai/gpt-oss-20b", ATTENTION, "mlp.experts"),
+        ("zai-org/GLM-4.5-Air", ATTENTION, "mlp.experts"),
+        # Its router is a linear layer that PEFT cannot adapt.
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", ATTENTION, "feed_forward.experts"),
+        # A mixer of states counts as attention.
+        (
+            "Qwen/Qwen3-Next-80B-A3B-Instruct",
+            ["in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION],
+            "mlp.experts",
+        ),
+        # Neither its first ffn nor its shared experts, which are linear layers.
+        ("mixture", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], "mlp.experts"),
+    ],
+)
+@pytest.mark.sweep(keep=3)
+def test_of_a_mixture_lora_is_on_the_attention_and_on_experts_if_asked(
+    model: str, attention: list[str], experts: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mixture").mkdir()
+    (tmp_path / "mixture" / "config.json").write_text(json.dumps(MIXTURE))
+    for words in (["--lora", "8"], ["--qlora", "8"]):
+        lora = read(model, *words).lora
+        assert lora == {"r": 8, "lora_alpha": 16, "target_modules": attention}
+        both = read(model, *words, "--lora-experts").lora
+        assert both == {**lora, "target_parameters": [f"{experts}.gate_up_proj", f"{experts}.down_proj"]}
+    # What the user names is what it is on.
+    assert read(model, "lora.target_modules=[q_proj]").lora["target_modules"] == ["q_proj"]
+
+
+def test_a_dense_model_keeps_all_linear_layers_and_loads_no_torch_to_find_out() -> None:
+    assert read("shape", "--lora").lora["target_modules"] == "all-linear"
+    program = (
+        "import argparse, sys; from hf_ckpt.cli.model_options import *; "
+        "print(recipe_for(Training(), 'shape').lora['target_modules'], 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["all-linear", "False"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["shape", "--lora-experts"],
+            "--lora-experts: shape is no mixture with a parameter for all experts of a layer",
+        ),
+        (["some/model", "--lora-experts"], "or its config cannot be had"),
+        (["shape", "--full", "--lora-experts"], "--lora-experts says what LoRA is on, and --full trains all weights."),
+        (["llama7b_lora", "--lora-experts"], "llama7b_lora is a recipe, and --lora-experts says how to train a model"),
+    ],
+)
+def test_experts_that_are_not_there_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        read(*words)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -57,6 +57,14 @@ def lora() -> zoo.Case:
     return zoo.Case(case.model_type, get_peft_model(case.model, config), case.inputs)
 
 
+def on_experts(model_type: str) -> zoo.Case:
+    """Adapters on the experts too, which are added to their weights: a copy of all experts in each forward."""
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    case = build(model_type)
+    return zoo.Case(case.model_type, get_peft_model(case.model, config), case.inputs)
+
+
 def qlora() -> zoo.Case:
     bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     case = llama(dropout=0.0)
@@ -95,6 +103,8 @@ SETTINGS: dict[str, tuple[Callable[[], zoo.Case], Callable[[zoo.Case], Result]]]
     "tied embeddings": (tied, exactness.step),
     "lora with dropout": (lora, exactness.step),
     "experts": (partial(build, "qwen3_moe"), exactness.step),
+    "adapters on experts": (partial(on_experts, "qwen3_moe"), exactness.step),
+    "adapters on experts of gpt-oss": (partial(on_experts, "gpt_oss"), exactness.step),
     "nf4": (qlora, exactness.step),
     "gemma 2": (partial(build, "gemma2"), exactness.step),
     "bf16 autocast": (llama, under_autocast),

@@ -167,8 +167,11 @@ def is_narrow(packet: str, args: Any) -> bool:
     """Whether a product is over so few terms that running it again costs no more than reading what it returns.
 
     The second product of an adapter is: [B * S, rank] times [rank, out]. Its output is as large as that of the layer it
-    belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds.
+    belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds. So is what an
+    adapter adds to a parameter, such as all experts of a layer: kept, it would be those experts once more.
     """
+    if packet == "aten.baddbmm" and isinstance(args[0], nn.Parameter):
+        return True
     place = PLACES_OF_WEIGHTS.get(packet)
     if place is None or len(args) <= place:
         return False
