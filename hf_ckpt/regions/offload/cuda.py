@@ -147,7 +147,13 @@ class _MappedMemory:
             "version": 2,
         }
         # What was given to the device may still read it. At the end of the process the system frees it.
-        weakref.finalize(self, _wait_for_devices).atexit = False
+        weakref.finalize(self, _wait_for_readers, os.getpid()).atexit = False
+
+
+def _wait_for_readers(process: int) -> None:
+    # A forked process has given nothing to a device, and cannot use it.
+    if os.getpid() == process:
+        _wait_for_devices()
 
 
 class CudaWire(Wire):
