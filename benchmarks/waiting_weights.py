@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from hf_ckpt.estimate.max_length_and_batch import largest_of_all
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.planner.layer_costs import may_tile
-from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, Allowed
+from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, Allowed, allowed_by
 from hf_ckpt.policy.options import Offload, Weights
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.simulation.devices import Device, find_device
@@ -40,6 +40,12 @@ PLAIN: dict[str, dict[str, Any]] = {
     "nested segments": {"policy": "full", "segment_size": "sqrt", "nested": True},
     "offload": {"policy": "full", "offload": "cpu"},
 }
+WAYS: dict[str, dict[str, Any]] = {
+    "without": {},
+    "with": {"weights": "cpu", "embedding": "device"},
+    "with_embedding": {"weights": "cpu"},
+}
+"""What waits: nothing, layers alone, and the embedding too."""
 FIXED = {**PLAIN, "none": {"policy": "none"}, "ffn": {"policy": "ffn"}, "selective": {"policy": "selective"}}
 BUDGETS = (0.3, 0.4, 0.5, 0.7, 0.9)
 
@@ -65,17 +71,14 @@ def least_bytes(predictor: Predictor, **also: Any) -> dict[str, int]:
 
 def peaks() -> dict[str, Any]:
     """Return the least that a step of Llama 3.1 8B QLoRA needs, bitwise and under any plan."""
-    bitwise, any_plan = predictor_of("llama3_8b_qlora", 2048, find_device(CARD)), {}
+    bitwise = predictor_of("llama3_8b_qlora", 2048, find_device(CARD))
     short = predictor_of("llama3_8b_qlora", 512, find_device(CARD))
     tiles = all(may_tile(layer, Allowed(tiles=True)) for stack in short.subject.stacks for layer in stack.layers)
     leanest = {"head": "chunked", **({"tiles": "auto"} if tiles else {})}
-    for name, also in {"without": {}, "with": {"weights": "cpu"}}.items():
-        plan = short.subject.resolve("full", offload="cpu", **leanest, **also)
-        any_plan[name] = short.memory(plan).peak_bytes
-    without, waiting = least_bytes(bitwise), least_bytes(bitwise, weights="cpu")
+    plans = (short.subject.resolve("full", offload="cpu", **leanest, **also) for also in WAYS.values())
     return {
-        "bitwise, 2,048 tokens": _against(min(without.values()), min(waiting.values())),
-        "any plan, 512 tokens": _against(any_plan["without"], any_plan["with"]),
+        "bitwise, 2,048 tokens": _against(min(least_bytes(bitwise, **also).values()) for also in WAYS.values()),
+        "any plan, 512 tokens": _against(short.memory(plan).peak_bytes for plan in plans),
     }
 
 
@@ -103,11 +106,12 @@ def on_one_card(tokens: int) -> dict[str, Any]:
 def longest_rows(card: str) -> dict[str, Any]:
     """Return the longest row of Llama 3.1 8B QLoRA on a card, all that saves activations allowed."""
     device, found = find_device(card), []
-    for weights in (None, Weights()):
-        allowed = Allowed(exact=False, offload=Offload(), tiles=True, head=True, weights=weights)
+    for way in WAYS.values():
+        options = {"exact": False, "offload": "cpu", "tiles": "auto", "head": "chunked", **way}
+        allowed = allowed_by(options)
         predictor = predictor_of("llama3_8b_qlora", 2048, device, allowed)
         found.append(largest_of_all(predictor, predictor.capacity(device), is_length=True).number)
-    return _against(*found)
+    return _against(found)
 
 
 def against_fixed() -> list[dict[str, Any]]:
@@ -167,8 +171,10 @@ def fetch_microseconds(rounds: int = 300, layers: int = 32) -> float:
     return round(best / layers * 1e6, 2)
 
 
-def _against(without: int, waiting: int) -> dict[str, Any]:
-    return {"without": without, "with": waiting, "ratio": round(waiting / without, 4)}
+def _against(figures: Iterable[int]) -> dict[str, Any]:
+    """Return the figures by their way of `WAYS`, and their ratios to the first."""
+    found = dict(zip(WAYS, figures, strict=True))
+    return {**found, "ratios": {name: round(each / found["without"], 4) for name, each in found.items()}}
 
 
 SECTIONS: dict[str, Callable[[], Any]] = {

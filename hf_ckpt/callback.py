@@ -104,6 +104,8 @@ class HFCkptCallback(TrainerCallback):
         tiles: see `Rule`. With `"auto"` the planner does so where nothing random lies inside; `"auto"` allows it there
             too, 1 forbids it.
         head: `"chunked"` never holds the logits. With `"auto"` the planner chooses; `"plain"` forbids it.
+        embedding: `"cpu"` keeps a frozen input embedding in host memory, `"device"` on the device. Left out, it follows
+            `weights`, if it can.
         skip_frozen: leave alone the layers that need no gradient.
         layers: dotted path of the layer list, or several, where they cannot be found by structure.
         attention: attribute name, in each layer, of the attention.

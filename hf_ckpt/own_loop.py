@@ -146,6 +146,8 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         weights: see `Rule`: `"cpu"`, or a mapping with the fields of `Weights`. With `"auto"`, as for `HFCkptCallback`.
         tiles: see `Rule`.
         head: `"chunked"` computes logits and loss for some tokens at a time, so that the logits are never held.
+        embedding: `"cpu"` keeps a frozen input embedding in host memory, `"device"` on the device. Left out, it follows
+            `weights`, if it can.
         skip_frozen: leave alone the layers that need no gradient.
         layers: dotted path of the layer list, or several, where they cannot be found by structure.
         attention: attribute name, in each layer, of the attention.

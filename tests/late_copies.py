@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_ckpt.regions.offload.transfer import DeviceMemory, PageableMemory
+from hf_ckpt.regions.offload.transfer import DeviceMemory, HostAllocation, PageableMemory
 
 
 class Stream:
@@ -114,6 +114,9 @@ class Late:
 
     def allocate(self, num_bytes: int, *, in_forks: bool = False) -> PageableMemory:
         return PageableMemory(num_bytes)
+
+    def map(self, memory: HostAllocation, device: torch.device) -> Tensor:
+        return memory.bytes
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
         return None

@@ -131,7 +131,17 @@ STAGES = (
         limit_s=100,
         share_s=12,
     ),
-    # From here on in a second run. The shorter one first: it may find room in what is left of the first run.
+    # From here on in a second run. The shorter ones first: they may find room in what is left of the first run.
+    Stage(
+        name="waiting_weights",
+        question="is a step with frozen weights on the host the same, as small as predicted, and how much slower?",
+        collect=_later("waiting", "collect"),
+        assemble=_later("waiting", "assemble"),
+        files=("waiting_weights_cuda.json",),
+        limit_s=100,
+        share_s=35,
+        variables=CUBLAS,
+    ),
     _side_by_side(_SECOND, share_s=35),
     _rows("bracket_80gib", _BRACKET.format(80, "1 of 32 layers"), 80, "bracket", 500, share_s=170),
     Stage(

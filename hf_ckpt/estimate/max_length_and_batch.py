@@ -12,12 +12,14 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.estimate import RECIPE, Say, capacity_of_subject, facts_as_json
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
+from hf_ckpt.patch.frozen_weights import with_embedding
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.planner.largest_that_fits import Limit, largest
 from hf_ckpt.planner.layer_costs import may_tile
 from hf_ckpt.policy.allowances import Allowed
+from hf_ckpt.policy.options import EmbeddingPlace
 from hf_ckpt.policy.plan import LayerPlan, Plan
-from hf_ckpt.policy.policy import AUTO, REVOLVE
+from hf_ckpt.policy.policy import AUTO, REVOLVE, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.second_process import work_ahead
 from hf_ckpt.simulation.devices import Device
@@ -143,7 +145,9 @@ def _leaner_where_possible(plan: Plan, subject: Subject) -> Plan:
         )
         for planned, stack in zip(plan.stacks, subject.stacks, strict=True)
     )
-    return replace(plan, stacks=stacks)
+    place = EmbeddingPlace.CPU if subject.allowed.moves_embedding else plan.embedding
+    # Nobody asks for it by name: it waits if it can.
+    return with_embedding(replace(plan, stacks=stacks, embedding=place), Policy(()), subject.model, subject.stacks)
 
 
 def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: bool, say: Say) -> dict[str, Any]:

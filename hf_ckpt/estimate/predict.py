@@ -16,7 +16,7 @@ from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.search import Planned, StepPlanner
 from hf_ckpt.planner.waiting_weights import WeightsPlanner
-from hf_ckpt.policy.allowances import ALLOWANCES
+from hf_ckpt.policy.allowances import ALLOWANCES, Allowed
 from hf_ckpt.policy.options import POLICY_OPTIONS, Weights
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
@@ -85,7 +85,7 @@ class Predictor:
     @property
     def has_waiting_weights(self) -> bool:
         """Whether there are frozen weights that could wait on the host."""
-        return WeightsPlanner(self._simulator, Weights(), lambda capacity: Plan("", ())).can_wait
+        return WeightsPlanner(self._simulator, Allowed(weights=Weights()), lambda capacity: Plan("", ())).can_wait
 
     @property
     def chain(self) -> Chain:

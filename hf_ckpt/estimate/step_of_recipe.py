@@ -37,6 +37,7 @@ from hf_ckpt.loading.model_kinds import is_encoder, num_positions, sequence_to_s
 from hf_ckpt.loading.trainer import arguments_class, implied
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
+from hf_ckpt.patch.frozen_weights import with_embedding
 from hf_ckpt.policy.allowances import Allowed, allowed_in
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan, parse
@@ -113,7 +114,7 @@ class Subject:
         check_exact(plan, self.stacks, self.model)
         if plan.head is HeadMode.CHUNKED:
             find_head(self.model)
-        return plan
+        return with_embedding(plan, parsed, self.model, self.stacks)
 
 
 def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[str, str] | None = None) -> Subject:

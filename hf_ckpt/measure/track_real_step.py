@@ -144,10 +144,10 @@ class _StepRecorder(TrainerCallback):
         is_cuda = self._trainer.args.device.type == "cuda"
         self._tracker = tracker = Tracker(rounding=BLOCK_BYTES if is_cuda else 1)
         waiting = waiting_of(model)
-        on_host = set() if waiting is None else {id(tensor) for each in waiting.layers for tensor in each.tensors()}
+        on_host = set() if waiting is None else {id(tensor) for each in waiting.weights for tensor in each.tensors()}
         there = ((name, tensor) for name, tensor in parameters_and_buffers(model) if id(tensor) not in on_host)
         tracker.record_existing(there, Category.PARAMETERS)
-        for each in () if waiting is None else waiting.layers:
+        for each in () if waiting is None else waiting.weights:
             tracker.leave_out(each.memory())
             self._entered.callback(setattr, each, "on_resize", each.on_resize)
             each.on_resize = partial(_follow_weights, tracker, [])

@@ -21,7 +21,13 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
-from hf_ckpt.patch.frozen_weights import bring_what_is_left, check_weights, handed_over, let_weights_wait
+from hf_ckpt.patch.frozen_weights import (
+    bring_what_is_left,
+    check_weights,
+    handed_over,
+    let_weights_wait,
+    with_embedding,
+)
 from hf_ckpt.patch.instance_methods import run_all
 from hf_ckpt.patch.interrupted_run import NoCall, TrainCall
 from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
@@ -285,6 +291,7 @@ def _planned(
     plan = _with_head(plan, model)
     check_exact(plan, stacks, model)
     check_weights(plan, stacks, model)
+    plan = with_embedding(plan, policy, model, stacks)
     deepspeed.check_version(plan, stacks)
     if is_sharded(model) and any(entry.mode is not Mode.NONE for stack in plan.stacks for entry in stack.layers):
         from hf_ckpt.distributed import fsdp

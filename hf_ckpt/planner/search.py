@@ -40,7 +40,7 @@ from hf_ckpt.planner.layer_costs import (
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
 from hf_ckpt.planner.waiting_weights import WeightsPlanner
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
-from hf_ckpt.policy.options import Offload, Weights
+from hf_ckpt.policy.options import EmbeddingPlace, Offload, Weights
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial
@@ -138,8 +138,8 @@ class StepPlanner:
             BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
         """
         with self._simulator.ahead(self.plans_to_read()):
-            if self._allowed.weights is not None:
-                return self._with_weights(capacity, self._allowed.weights, compare=compare, write=write, say=say)
+            if self._allowed.weights is not None or self._allowed.moves_embedding:
+                return self._with_weights(capacity, compare=compare, write=write, say=say)
             return self._plan_for(capacity, compare=compare, write=write, say=say)
 
     def plans_to_read(self) -> Iterable[Plan | None]:
@@ -177,16 +177,17 @@ class StepPlanner:
             say=say,
         )
 
-    def _with_weights(self, capacity: Capacity, weights: Weights, **options: Any) -> Planned:
+    def _with_weights(self, capacity: Capacity, **options: Any) -> Planned:
         """Return the fastest plan that fits where frozen weights may wait on the host. See `plan_for`."""
-        plain = StepPlanner(self._simulator, allowed=replace(self._allowed, weights=None), chain=self.chain)
+        allowed = replace(self._allowed, weights=None, embedding=EmbeddingPlace.DEVICE)
+        plain = StepPlanner(self._simulator, allowed=allowed, chain=self.chain)
         made: dict[Plan, Planned] = {}
 
         def plan_for(other: Capacity) -> Plan:
             planned = plain.plan_for(other, **{**options, "say": None})
             return made.setdefault(planned.plan, planned).plan
 
-        moving = WeightsPlanner(self._simulator, weights, plan_for)
+        moving = WeightsPlanner(self._simulator, self._allowed, plan_for)
         if moving.can_wait:
             plain._leanest = moving.with_all
         try:
@@ -210,7 +211,7 @@ class StepPlanner:
     def _weights_change(self, smallest: Plan, capacity: Capacity) -> Iterator[OptionChange]:
         """Yield what it would bring to let frozen weights wait, where that was not allowed."""
         weights = Weights()
-        moving = WeightsPlanner(self._simulator, weights, lambda other: smallest)
+        moving = WeightsPlanner(self._simulator, replace(self._allowed, weights=weights), lambda other: smallest)
         if moving.can_wait:
             verdict = partial(self._simulator.verdict, moving.with_all(smallest), capacity)
             yield OptionChange({"weights": weights.to}, lambda: verdict().needed_bytes, moving.host_bytes)

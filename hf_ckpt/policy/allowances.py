@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeVar
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
 from hf_ckpt.policy.options import (
     TO_CPU,
+    EmbeddingPlace,
     HeadMode,
     Offload,
     Weights,
+    parse_embedding,
     parse_head,
     parse_offload,
     parse_tiles,
@@ -47,6 +49,8 @@ class Allowed:
     """Whether the chunked head may be chosen, whatever `exact` says; None leaves it to `exact`."""
     weights: Weights | None = None
     """Where frozen weights may wait; None forbids it, for the same reason."""
+    embedding: EmbeddingPlace | None = None
+    """Where frozen input embeddings may lie; None leaves it to `weights`."""
     exact: Exact = PREFER
     """True takes no tiles and no chunked head, which add sums in another order; `prefer` only where nothing fits
     without; False wherever they are faster."""
@@ -55,6 +59,11 @@ class Allowed:
     def offload_option(self) -> Offload | None:
         """The offload of the entries of a plan: which layers offload is the planner's choice, not the engine's."""
         return None if self.offload is None else replace(self.offload, fraction=1.0)
+
+    @property
+    def moves_embedding(self) -> bool:
+        """Whether a frozen input embedding may lie in host memory."""
+        return self.embedding is EmbeddingPlace.CPU or (self.embedding is None and self.weights is not None)
 
     @property
     def bitwise(self) -> Allowed:
@@ -83,7 +92,7 @@ DEFAULT_ALLOWED = Allowed()
 """What is allowed where the user said nothing."""
 
 
-ALLOWANCES = ("offload", "weights", "tiles", "head", "exact")
+ALLOWANCES = ("offload", "weights", "embedding", "tiles", "head", "exact")
 """Options that allow or forbid something under `auto`; `exact` belongs to no other policy."""
 
 
@@ -93,6 +102,7 @@ def allowed_by(options: Mapping[str, Any]) -> Allowed:
     return Allowed(
         offload=_offload(options.get("offload")),
         weights=parse_weights(options.get("weights")),
+        embedding=parse_embedding(options.get("embedding")),
         tiles=_tiles(options.get("tiles")),
         head=None if head is None else head is HeadMode.CHUNKED,
         exact=parse_exact(options.get("exact")),
@@ -156,6 +166,7 @@ def allowed_in(plan: Plan) -> Allowed:
     return Allowed(
         offload=offload,
         weights=next((entry.weights for entry in entries if entry.weights is not None), None),
+        embedding=plan.embedding,
         tiles=True if any(entry.tiles is not None for entry in entries) else None,
         head=True if plan.head is HeadMode.CHUNKED else None,
     )

@@ -47,6 +47,7 @@ class PolicyOptions(RuleOptions, total=False):
     """What `Policy.parse` takes besides the policy."""
 
     head: Literal["plain", "chunked"] | None
+    embedding: Literal["cpu", "device"] | None
     skip_frozen: bool
 
 
@@ -182,6 +183,15 @@ class HeadMode(StrEnum):
     """As the model does it: all logits at once."""
     CHUNKED = "chunked"
     """Some tokens at a time, each chunk computed again in backward: the logits are never held."""
+
+
+class EmbeddingPlace(StrEnum):
+    """Where a frozen input embedding lies."""
+
+    DEVICE = "device"
+    """As the model has it."""
+    CPU = "cpu"
+    """In host memory, where the device reads the rows that it looks up."""
 
 
 class Moved:
@@ -427,12 +437,28 @@ def parse_head(value: object) -> HeadMode | None:
     raise PolicyError(f"head is {as_written(value)}. Use one of {names}.{did_you_mean(value, HeadMode)}")
 
 
+def parse_embedding(value: object) -> EmbeddingPlace | None:
+    """Read what a user writes for `embedding`.
+
+    Raises:
+        PolicyError: it is no `EmbeddingPlace`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value in set(EmbeddingPlace):
+        return EmbeddingPlace(value)
+    raise PolicyError(
+        f'embedding is {as_written(value)}. Use "cpu" (host memory) or "device".{did_you_mean(value, EmbeddingPlace)}'
+    )
+
+
 READERS: Mapping[str, Callable[[Any], Any]] = {
     "save": parse_save,
     "offload": parse_offload,
     "weights": parse_weights,
     "tiles": parse_tiles,
     "head": parse_head,
+    "embedding": parse_embedding,
 }
 """What reads the options whose values have a form of their own."""
 

@@ -21,12 +21,14 @@ from typing import Any, Unpack
 from hf_ckpt.errors import PolicyError, did_you_mean, shortened
 from hf_ckpt.policy.options import (
     READERS,
+    EmbeddingPlace,
     HeadMode,
     Offload,
     PolicyOptions,
     Tiles,
     Weights,
     is_whole,
+    parse_embedding,
     parse_head,
     to_json_types,
 )
@@ -115,17 +117,19 @@ class Plan:
         model_class: name of the model's class, for messages.
         stacks: the stacks in the order in which the model lists them.
         head: how the language-model head and the loss run.
+        embedding: where a frozen input embedding lies.
     """
 
     model_class: str
     stacks: tuple[StackPlan, ...]
     head: HeadMode = HeadMode.PLAIN
+    embedding: EmbeddingPlace = EmbeddingPlace.DEVICE
 
     @property
     def does_nothing(self) -> bool:
-        """Whether it leaves every layer, and the head, as they are."""
+        """Whether it leaves every layer, the head and the embedding as they are."""
         entries = {replace(layer, why="") for stack in self.stacks for layer in stack.layers}
-        return entries <= {LayerPlan()} and self.head is HeadMode.PLAIN
+        return entries <= {LayerPlan()} and not self._beside_layers
 
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` gives it back."""
@@ -134,6 +138,8 @@ class Plan:
             for stack in self.stacks
         ]
         document = {"format": PLAN_FORMAT, "model_class": self.model_class, "stacks": stacks, "head": self.head.value}
+        if self.embedding is not EmbeddingPlace.DEVICE:
+            document["embedding"] = self.embedding.value
         return json.dumps(document, indent=1)
 
     @classmethod
@@ -150,7 +156,8 @@ class Plan:
                 StackPlan(stack["path"], _layer_plans(f"stacks.{number}.layers", stack["layers"]))
                 for number, stack in enumerate(document["stacks"])
             )
-            return cls(document["model_class"], stacks, parse_head(document.get("head")) or HeadMode.PLAIN)
+            head, embedding = parse_head(document.get("head")), parse_embedding(document.get("embedding"))
+            return cls(document["model_class"], stacks, head or HeadMode.PLAIN, embedding or EmbeddingPlace.DEVICE)
         except RecursionError:
             raise _not_a_plan("it is nested too deeply") from None
         except PolicyError as error:
@@ -198,7 +205,13 @@ class Plan:
             f"{'layers' if len(counts) == 1 else path}: {', '.join(f'{n} {what}' for what, n in count.most_common())}"
             for path, count in counts.items()
         ]
-        return "; ".join([*phrases, *([f"head: {self.head}"] if self.head is not HeadMode.PLAIN else [])])
+        return "; ".join([*phrases, *self._beside_layers])
+
+    @property
+    def _beside_layers(self) -> list[str]:
+        """What it does besides what layers do, as phrases."""
+        head = [f"head: {self.head}"] if self.head is not HeadMode.PLAIN else []
+        return head if self.embedding is EmbeddingPlace.DEVICE else [*head, f"embedding: {self.embedding}"]
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
@@ -212,8 +225,7 @@ class Plan:
         for stack in self.stacks:
             lines.append(f"{stack.path}: {len(stack.layers)} layers")
             lines.extend(f"  {where:<12} {what}" for where, what in _grouped(stack.layers))
-        if self.head is not HeadMode.PLAIN:
-            lines.append(f"head: {self.head}")
+        lines += self._beside_layers
         return "\n".join(lines)
 
 
@@ -304,6 +316,7 @@ _PLAN = {
     "model_class": _Field(_is_text, _TEXT, is_required=True),
     "stacks": _Field(lambda value: isinstance(value, list), "a list", is_required=True),
     "head": _READ_BY_OPTIONS,
+    "embedding": _READ_BY_OPTIONS,
 }
 _STACK = {
     "path": _Field(_is_text, _TEXT, is_required=True),

@@ -9,10 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal, Unpack
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
 from hf_ckpt.policy.options import (
+    EmbeddingPlace,
     HeadMode,
     Offload,
     PolicyOptions,
@@ -21,6 +23,7 @@ from hf_ckpt.policy.options import (
     Weights,
     check_keys,
     parse_count,
+    parse_embedding,
     parse_head,
     parse_offload,
     parse_save,
@@ -133,6 +136,7 @@ class Policy:
         rules: the rules; no layer may be reached by two of them.
         skip_frozen: leave alone the layers that need no gradient, whatever the rules say.
         head: how the language-model head and the loss run.
+        embedding: where a frozen input embedding lies; None in host memory where a rule has `weights` and it can.
 
     Example:
         >>> Policy.parse("full", every_n_layers=2).rules[0].every_n_layers
@@ -142,12 +146,14 @@ class Policy:
     rules: tuple[Rule, ...]
     skip_frozen: bool = False
     head: HeadMode = HeadMode.PLAIN
+    embedding: EmbeddingPlace | None = None
 
     def describe(self) -> str:
         """Return the policy as the user would write it, for messages."""
         text = "[" + ", ".join(rule.describe() for rule in self.rules) + "]"
         text = f"{text}, skip_frozen: true" if self.skip_frozen else text
-        return text if self.head is HeadMode.PLAIN else f"{text}, head: {self.head}"
+        text = text if self.head is HeadMode.PLAIN else f"{text}, head: {self.head}"
+        return text if self.embedding is None else f"{text}, embedding: {self.embedding}"
 
     @classmethod
     @takes(PolicyOptions)
@@ -156,8 +162,8 @@ class Policy:
 
         Args:
             policy: a mode name, a mapping (one rule), a list of mappings, or a `Policy`, which is returned as it is.
-            options: those of `RuleOptions`, see `Rule`, only with a mode name; `head`, see `HeadMode`; and
-                `skip_frozen`, which leaves alone the layers that need no gradient.
+            options: those of `RuleOptions`, see `Rule`, only with a mode name; `head`, see `HeadMode`; `embedding`, see
+                `EmbeddingPlace`; and `skip_frozen`, which leaves alone the layers that need no gradient.
 
         Raises:
             PolicyError: names the key, the value, and the nearest valid word.
@@ -172,18 +178,24 @@ class Policy:
                 'HFCkptCallback("auto", memory_budget="22GiB") in a Trainer, or tell the step: hf_ckpt.apply(model, '
                 '"auto", memory_budget="22GiB", batch_size=..., seq_length=..., optimizer=...).'
             )
-        head_mode = parse_head(options["head"])
+        head_mode, place = parse_head(options["head"]), parse_embedding(options["embedding"])
+        parsed = partial(cls, skip_frozen=skip_frozen, head=head_mode or HeadMode.PLAIN, embedding=place)
         if isinstance(policy, str):
-            return cls((_parse_rule({"mode": policy, **given}),), skip_frozen, head_mode or HeadMode.PLAIN)
+            return parsed((_parse_rule({"mode": policy, **given}),))
         if given:
             raise PolicyError(
                 f"{', '.join(given)} was given with a policy that is not a mode name. Write it inside the rule."
             )
         if isinstance(policy, Policy):
-            return replace(policy, skip_frozen=policy.skip_frozen or skip_frozen, head=head_mode or policy.head)
+            return replace(
+                policy,
+                skip_frozen=policy.skip_frozen or skip_frozen,
+                head=head_mode or policy.head,
+                embedding=place or policy.embedding,
+            )
         rules = (policy,) if isinstance(policy, Mapping) else policy
         if isinstance(rules, Sequence) and not isinstance(rules, bytes) and rules:
-            return cls(tuple(_parse_rule(rule) for rule in rules), skip_frozen, head_mode or HeadMode.PLAIN)
+            return parsed(tuple(_parse_rule(rule) for rule in rules))
         # A model in its place would fill the screen.
         is_written = policy is None or isinstance(policy, bool | int | float | Mapping | Sequence)
         what = as_written(policy) if is_written else f"of type {type(policy).__name__}"
@@ -195,7 +207,8 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as JSON types; `Policy.parse` of its `policy` gives it back."""
         values = {"policy": [rule.to_dict() for rule in self.rules], "skip_frozen": self.skip_frozen}
-        return values if self.head is HeadMode.PLAIN else {**values, "head": self.head.value}
+        values = values if self.head is HeadMode.PLAIN else {**values, "head": self.head.value}
+        return values if self.embedding is None else {**values, "embedding": self.embedding.value}
 
 
 def _parse_rule(rule: object) -> Rule:

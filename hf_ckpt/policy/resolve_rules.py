@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hf_ckpt.errors import PolicyError, did_you_mean
+from hf_ckpt.policy.options import EmbeddingPlace
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import STACK_NAMES, Mode, Policy, Rule, slice_of
 from hf_ckpt.policy.revolve import segment_starts
@@ -89,7 +90,9 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
                 for each, layer in zip(layers, stack.layers, strict=True)
             ]
         plans.append(StackPlan(stack.path, tuple(layers)))
-    return Plan(model_class, tuple(plans), policy.head)
+    waits = any(entry.weights is not None for stack in plans for entry in stack.layers)
+    embedding = policy.embedding or (EmbeddingPlace.CPU if waits else EmbeddingPlace.DEVICE)
+    return Plan(model_class, tuple(plans), policy.head, embedding)
 
 
 def _stacks_of(rule: Rule, stacks: Sequence[StackShape], model_class: str) -> list[int]:

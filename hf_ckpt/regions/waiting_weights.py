@@ -18,6 +18,11 @@ Note on streams. A storage is resized on the stream that computes, and filled on
 that stream was given before: for the layer that had the memory until then. The stream that computes waits for the copy
 where the layer begins. Nothing waits on the host.
 
+Note on embeddings. A lookup reads one row for each token, and no other part of its table. So an embedding's weight
+stays in host memory, and the parameter is that memory as a tensor of the device, which reads the rows over the link
+(`Wire.map`). The module runs as it is, with its hooks: nothing is fetched, nothing can come late, and the host need not
+wait for the tokens of a batch, as it had to if it looked up the rows itself.
+
 Note on order. Autograd runs the nodes of later layers first, on one thread for each device. So where backward comes to
 the output of a layer, all layers behind it have done theirs.
 """
@@ -26,7 +31,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -77,12 +82,22 @@ class _Place:
 
 
 class LayerWeights:
-    """What waits of one layer."""
+    """What waits of one layer.
 
-    def __init__(self, name: str, waiting: Sequence[tuple[str, list[Tensor]]], device: torch.device) -> None:
+    Args:
+        name: of the layer, for messages.
+        waiting: its tensors, as `waiting_tensors` returns them.
+        device: where the layer runs.
+        in_place: the device reads them where they wait. See the note on embeddings.
+    """
+
+    def __init__(
+        self, name: str, waiting: Sequence[tuple[str, list[Tensor]]], device: torch.device, *, in_place: bool = False
+    ) -> None:
         self.name = name
         self.device = device
         self._waiting = list(waiting)
+        self._in_place = in_place
         self._reset()
 
     def _reset(self) -> None:
@@ -98,7 +113,7 @@ class LayerWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has its own tensors, on the host, and packs them when they are first used.
-        return {"name": self.name, "waiting": self._waiting, "device": self.device}
+        return {"name": self.name, "waiting": self._waiting, "device": self.device, "in_place": self._in_place}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # a copy begins as a new one
@@ -141,24 +156,31 @@ class LayerWeights:
             raise limits.allocation_error(self.num_bytes, held_bytes, error) from error
         # Never in inference mode, whose tensors nobody else could use.
         with torch.inference_mode(False), torch.no_grad():
-            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            if self._in_place:
+                memory = wire.map(buffer.memory, self.device)
+            else:
+                memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
             start, places = 0, []
             for _, tensors in self._waiting:
                 first, end = tensors[0], start + tensors[0].nbytes
                 on_host, on_device = (_like(first, each[start:end]) for each in (buffer.memory.bytes, memory))
                 places.append(_Place(tensors, on_host, on_device, first._version))
                 start = _aligned(end)
-            # Views cannot be made of an empty storage.
-            memory.untyped_storage().resize_(0)
+            if not self._in_place:
+                # Views cannot be made of an empty storage.
+                memory.untyped_storage().resize_(0)
             for place in places:
                 place.on_host.copy_(place.parameter)
         self._buffer, self._memory, self._places = buffer, memory, places
         for place in places:
-            self._show(place, place.on_host)
+            self._show(place, self._at_rest(place))
+
+    def _at_rest(self, place: _Place) -> Tensor:
+        return place.on_device if self._in_place else place.on_host
 
     def prove(self) -> None:
         """Hold what the layer reads, in its next forward and backward, against what lies on the host."""
-        self._num_proofs = 2
+        self._num_proofs = 1 if self._in_place else 2
         self._sum = sum(_sum_of(place.on_host) for place in self._places)
 
     def _check_values(self) -> None:
@@ -173,6 +195,15 @@ class LayerWeights:
                 "read on the device was something else: a copy came late, or went elsewhere. This is a fault of "
                 "hf_ckpt: please report it, and leave weights out of the policy."
             )
+
+    def look_up(self) -> None:
+        """Have what is read in place as it should be, before it is read."""
+        self._check_values()
+        for place in list(self._places):
+            if place.parameter.requires_grad:
+                # Unfrozen: the optimizer steps it on the device from now on.
+                self._show(place, place.on_device.clone())
+                self._places.remove(place)
 
     def fetch(self, wire: Wire) -> None:
         """Start copying to the device. Its memory is that of the current stream."""
@@ -278,10 +309,12 @@ class LayerWeights:
         buffer.synchronize()
         with torch.inference_mode(False), torch.no_grad():
             for place in self._places:
-                if place.is_shown(place.on_host):
+                if place.is_shown(self._at_rest(place)):
                     self._show(place, torch.empty_like(place.on_host, device=device).copy_(place.on_host))
         self._reset()
-        buffer.memory.free()
+        if not self._in_place:
+            # Else somebody may have kept a tensor of the device that lies there, in a `state_dict`.
+            buffer.memory.free()
 
     @staticmethod
     def _show(place: _Place, shown: Tensor) -> None:
@@ -377,6 +410,10 @@ def _reason_to_stay(parameter: Tensor, inside: Counter[Memory], owners: Counter[
     memory = _memory_of(parameter)
     if owners[memory] > inside[memory]:
         return "shared with another layer"
+    return _reason_in_itself(parameter)
+
+
+def _reason_in_itself(parameter: Tensor) -> str | None:
     if type(parameter).__name__ not in _PLAIN:
         return f"a {type(parameter).__name__}"
     if not parameter.is_contiguous() and not parameter.mT.is_contiguous():
@@ -387,19 +424,99 @@ def _reason_to_stay(parameter: Tensor, inside: Counter[Memory], owners: Counter[
     return None
 
 
+@dataclass(frozen=True)
+class Table:
+    """The weight of an embedding outside of the layers."""
+
+    path: str
+    parameter: Tensor
+    modules: tuple[nn.Module, ...]  # Which look up in it: of an encoder-decoder there may be two.
+    reason_to_stay: str | None
+
+    def weights(self) -> LayerWeights:
+        """Return the table as what waits."""
+        memory, same = _memory_of(self.parameter), dict[int, Tensor]()
+        for module in self.modules:
+            same |= {id(each): each for each in module._parameters.values() if each is not None}
+        tensors = [each for each in same.values() if _memory_of(each) == memory]
+        return LayerWeights(self.path, [("weight", tensors)], self.parameter.device, in_place=True)
+
+
+def tables_of(model: nn.Module, inside_layers: Iterable[nn.Module]) -> list[Table]:
+    """Return the tables that tokens are looked up in: the input embedding, and others that are as large (Gemma 3n).
+
+    Args:
+        model: of transformers; there are none where it does not name its input embedding.
+        inside_layers: modules that are not asked for.
+    """
+    inputs = _input_embedding(model)
+    if inputs is None:
+        return []
+    modules = dict(model.named_modules())
+    weight = inputs._parameters.get("weight")
+    least, inside = 0 if weight is None else weight.nbytes, {id(each) for each in inside_layers}
+    others = [each for each in modules.values() if isinstance(each, nn.Embedding) and id(each) not in inside]
+    found: dict[Memory | nn.Module, Table] = {}
+    for module in (inputs, *(each for each in others if weight is not None and each.weight.nbytes >= least)):
+        path = next(path for path, each in modules.items() if each is module)
+        parameter = module._parameters.get("weight")
+        if not isinstance(module, nn.Embedding) or parameter is None:
+            # An adapter stands around it, or a parametrisation.
+            found[module] = Table(path, torch.empty(0), (), f"computed by {type(module).__name__}")
+            continue
+        found.setdefault(_memory_of(parameter), _table(path, parameter, modules))
+    return list(found.values())
+
+
+def _table(path: str, parameter: Tensor, modules: Mapping[str, nn.Module]) -> Table:
+    memory = _memory_of(parameter)
+    owners = {
+        where: module
+        for where, module in modules.items()
+        if any(each is not None and _memory_of(each) == memory for each in module._parameters.values())
+    }
+    others = [where for where, module in owners.items() if not isinstance(module, nn.Embedding)]
+    reason: str | None
+    if parameter.requires_grad:
+        reason = "trained"
+    elif others:
+        reason = f"tied to {others[0]}, which reads all of it"
+    elif type(parameter).__name__ != "Parameter":
+        reason = f"a {type(parameter).__name__}"
+    else:
+        reason = _reason_in_itself(parameter)
+    return Table(path, parameter, tuple(owners.values()), reason)
+
+
+def _input_embedding(model: nn.Module) -> nn.Module | None:
+    for module in model.modules():
+        if hasattr(module, "get_input_embeddings"):
+            # Of models without one, or with several.
+            with suppress(NotImplementedError, AttributeError):
+                found: Any = module.get_input_embeddings()  # type: ignore[operator]  # a method, not a submodule
+                return found if isinstance(found, nn.Module) else None
+    return None
+
+
 # --- The engine. ---
 
 
 class WaitingWeights:
     """Moves the weights of the layers that wait, in the order in which the layers run.
 
-    Lives on the hooks of the layers, and is copied with them.
+    Lives on the hooks of the layers, and is copied with them. `tables` are read in place, each by its modules.
     """
 
-    def __init__(self, settings: Weights, layers: Sequence[LayerWeights]) -> None:
+    def __init__(
+        self,
+        settings: Weights,
+        layers: Sequence[LayerWeights],
+        tables: Sequence[tuple[LayerWeights, tuple[nn.Module, ...]]] = (),
+    ) -> None:
         self.settings = settings
         self.layers = tuple(layers)
-        self.modules: tuple[nn.Module, ...] = ()
+        self.tables = tuple(tables)
+        self.modules: tuple[nn.Module, ...] = ()  # Of the layers.
         self.is_handed_over = False
         self._reset()
 
@@ -415,20 +532,27 @@ class WaitingWeights:
         self.num_fetched = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self.settings, "layers": self.layers, "modules": self.modules}
+        names = ("settings", "layers", "tables", "modules")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["settings"], state["layers"])  # type: ignore[misc]  # a copy begins as a new one
+        # A copy begins as a new one.
+        self.__init__(state["settings"], state["layers"], state["tables"])  # type: ignore[misc]
         self.modules = state["modules"]
 
     def use_wire(self, wire: Wire) -> None:
         """Copy over this wire in place of the device's own, in tests. Nothing may be on the device."""
-        self._wires = dict.fromkeys((layer.device.type for layer in self.layers), wire)
+        self._wires = dict.fromkeys((each.device.type for each in self.weights), wire)
 
     @property
     def host_bytes(self) -> int:
         """Bytes that lie on the host."""
-        return sum(layer.num_bytes for layer in self.layers if layer.is_packed)
+        return sum(each.num_bytes for each in self.weights if each.is_packed)
+
+    @property
+    def weights(self) -> list[LayerWeights]:
+        """What waits of layers, and tables."""
+        return [*self.layers, *(table for table, _ in self.tables)]
 
     def pack(self, *, proves: bool = False) -> None:
         """Move everything to the host. Raises `HostMemoryError`; what was moved by then is brought back.
@@ -436,10 +560,10 @@ class WaitingWeights:
         `proves`: hold what each layer reads against it, in its first forward and backward.
         """
         try:
-            for layer in self.layers:
-                self._pack(layer)
+            for each in self.weights:
+                self.pack_one(each)
                 if proves:
-                    layer.prove()
+                    each.prove()
         except BaseException:
             self.bring_back()
             raise
@@ -447,8 +571,8 @@ class WaitingWeights:
     def bring_back(self) -> None:
         """Put the weights back where they were, unless another plan takes this one's place."""
         with self._lock:
-            for layer in () if self.is_handed_over else self.layers:
-                layer.bring_back()
+            for each in () if self.is_handed_over else self.weights:
+                each.bring_back()
             self._recent.clear()
 
     def place_hooks(self) -> Iterator[RemovableHandle]:
@@ -458,6 +582,15 @@ class WaitingWeights:
             yield module.register_forward_pre_hook(partial(_begin_forward, self, index), prepend=True)
             # Also where the forward raises.
             yield module.register_forward_hook(partial(_end_forward, self, index), always_call=True)
+        for table, modules in self.tables:
+            for module in modules:
+                yield module.register_forward_pre_hook(partial(_look_up, self, table), prepend=True)
+
+    def look_up(self, table: LayerWeights) -> None:
+        """Have a table where rows can be looked up."""
+        with self._lock:
+            self.pack_one(table)
+            table.look_up()
 
     def begin_forward(self, index: int) -> None:
         """Have a layer's weights on the device, and those of the next ones on their way."""
@@ -505,13 +638,13 @@ class WaitingWeights:
 
     def _use(self, index: int) -> None:
         layer = self.layers[index]
-        self._pack(layer)
+        self.pack_one(layer)
         self._fetch(index)
         layer.use(self._wire(layer))
 
     def _fetch_ahead(self, order: Iterable[int]) -> None:
         for index, _ in zip(order, range(self.settings.resident - 1), strict=False):
-            self._pack(self.layers[index])
+            self.pack_one(self.layers[index])
             self._fetch(index)
 
     def _fetch(self, index: int) -> None:
@@ -529,12 +662,13 @@ class WaitingWeights:
         self._recent.append(index)
         self.num_fetched += 1
 
-    def _pack(self, layer: LayerWeights) -> None:
-        if not layer.is_packed:
-            layer.pack(self._wire(layer), self._limits, self.host_bytes)
+    def pack_one(self, weights: LayerWeights) -> None:
+        """Move what waits of a layer to the host, if it is not there."""
+        if not weights.is_packed:
+            weights.pack(self._wire(weights), self._limits, self.host_bytes)
 
-    def _wire(self, layer: LayerWeights) -> Wire:
-        kind = layer.device.type
+    def _wire(self, weights: LayerWeights) -> Wire:
+        kind = weights.device.type
         if kind not in self._wires:
             self._wires[kind] = CudaWire() if kind == "cuda" else Wire()
         return self._wires[kind]
@@ -550,6 +684,11 @@ def _is_recomputed(engine: WaitingWeights, index: int) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
+def _look_up(engine: WaitingWeights, table: LayerWeights, module: nn.Module, args: Any) -> None:
+    engine.look_up(table)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
 def _begin_forward(engine: WaitingWeights, index: int, module: nn.Module, args: Any) -> None:
     if not _is_recomputed(engine, index):
         engine.begin_forward(index)

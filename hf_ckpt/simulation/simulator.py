@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.garbage_collection import count_as_old, no_cycles_collected
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
+from hf_ckpt.patch.frozen_weights import tables_outside
 from hf_ckpt.patch.use_cache import Topic
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
@@ -163,6 +164,12 @@ class StepSimulator:
             for number, stack in enumerate(self.stacks)
             for layer in stack.layers
         ]
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the embeddings that could wait on the host."""
+        tables = tables_outside(self.model, self.stacks)
+        return sum(table.parameter.nbytes for table in tables if table.reason_to_stay is None)
 
     def memory(self, plan: Plan | None) -> StepMemory:
         """Return what the step needs under a plan. A plan that does nothing counts as none."""

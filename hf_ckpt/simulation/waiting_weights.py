@@ -8,7 +8,7 @@ tape.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.patch.frozen_weights import layers_that_wait
+from hf_ckpt.patch.frozen_weights import layers_that_wait, tables_outside
+from hf_ckpt.policy.options import EmbeddingPlace
 from hf_ckpt.policy.plan import Plan, with_entries
 from hf_ckpt.regions.offload.transfer import Wire
-from hf_ckpt.regions.waiting_weights import LayerWeights, WaitingWeights, owners_of, waiting_tensors
+from hf_ckpt.regions.waiting_weights import LayerWeights, Table, WaitingWeights, owners_of, waiting_tensors
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Columns, Event, Mark, MemoryChange, Storage, Tape, Transfer, TransferKind
+from hf_ckpt.simulation.tape import ALLOCATED, Columns, Event, Mark, MemoryChange, Storage, Tape, Transfer, TransferKind
 from hf_ckpt.structure.layers import Stack
 
 
 def without_waiting_weights(plan: Plan) -> Plan:
     """Return the plan that leaves all weights on the device."""
+    if plan.embedding is EmbeddingPlace.CPU:
+        plan = replace(plan, embedding=EmbeddingPlace.DEVICE)
     if all(entry.weights is None for stack in plan.stacks for entry in stack.layers):
         return plan
     return with_entries(plan, lambda entry: replace(entry, weights=None))
@@ -55,15 +58,37 @@ def let_weights_wait(
         indices[places[layer.module]] = len(layers)
         layers.append(_CountedWeights(path, tensors, torch.device("cpu")))
         gone += [(f"{path}.{name}", each[0]) for name, each in tensors]
-    engine = WaitingWeights(waiting[0][2], layers)
     written = _Written(tape, rounding)
     for each in layers:
         each.written = written
-    _run(engine, tape, indices, written)
+    if waiting:
+        _run(WaitingWeights(waiting[0][2], layers), tape, indices, written)
+    tables = tables_that_wait(plan, model, stacks)
+    _look_up({table.path for table in tables}, tape, written)
+    # By the first of its names.
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    gone += [(names[id(table.parameter)], table.parameter) for table in tables]
     before = _without(tape.before, gone)
     changed = Tape(before, places=tape.places)
     changed.columns = _inserted(tape, written)
-    return changed, sum(each.num_bytes for each in layers)
+    return changed, sum(each.num_bytes for each in layers) + sum(table.parameter.nbytes for table in tables)
+
+
+def tables_that_wait(plan: Plan, model: nn.Module, stacks: Sequence[Stack]) -> list[Table]:
+    """Return the embeddings that wait on the host under a plan."""
+    found = tables_outside(model, stacks) if plan.embedding is EmbeddingPlace.CPU else []
+    return [table for table in found if table.reason_to_stay is None]
+
+
+def _look_up(paths: Collection[str], tape: Tape, written: _Written) -> None:
+    """Let the link bring the rows that are looked up: the device waits for them, as its own operator reads them."""
+    columns = tape.columns
+    for row in np.flatnonzero(columns.change == ALLOCATED).tolist():
+        place, storage = columns.places.all[columns.place[row]], columns.storages[columns.storage[row]]
+        if place.module in paths and place.operator.startswith("aten.embedding"):
+            written.row, written.place = row, place
+            for kind in (TransferKind.FETCH_WEIGHTS, TransferKind.RECEIVE_WEIGHTS):
+                written.add(transfer=Transfer(kind, storage.num_bytes))
 
 
 class _Written:

@@ -185,7 +185,8 @@ def _carried_over(recipe: Recipe, full: MetaModel, kept: Sequence[KeptLayers], f
     if offloads or not all(each.is_whole for each in kept):
         # One folder for all processes: they must have the same policy.
         rules = policy_rules(kept, folder.parent)
-        recipe = replace(recipe, checkpointing=recipe.checkpointing.with_policy(rules, head=full.plan.head.value))
+        beside_layers = {"head": full.plan.head.value, "embedding": full.plan.embedding.value}
+        recipe = replace(recipe, checkpointing=recipe.checkpointing.with_policy(rules, **beside_layers))
     yield recipe
     section = recipe.adapter_section
     if section is None or section["type"] != "lora":

@@ -30,7 +30,7 @@ def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
 
 
-def adapter_recipe(folder: Path) -> Path:
+def adapter_recipe(folder: Path, checkpointing: dict[str, str] | None = None) -> Path:
     """A recipe with an adapter, dropout, accumulation and evaluation on the way."""
     folder.mkdir()
     steps = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 4}
@@ -38,6 +38,7 @@ def adapter_recipe(folder: Path) -> Path:
         folder,
         model=small_recipes.on_weights(twins.model(LLAMA)),
         lora=small_recipes.LORA,
+        checkpointing=checkpointing or {},
         training={**steps, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
     )
 
@@ -63,9 +64,12 @@ def kill_at_step(recipe: Path, step: int) -> None:
     assert run.returncode == -signal.SIGKILL
 
 
-def test_killed_run_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("checkpointing", [{}, {"policy": "full", "weights": "cpu"}], ids=["plain", "weights"])
+def test_killed_run_ends_as_one_that_was_not(
+    checkpointing: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(adapter_recipe(tmp_path / "whole"))]) == 0
-    recipe = adapter_recipe(tmp_path / "killed")
+    recipe = adapter_recipe(tmp_path / "killed", checkpointing)
     kill_at_step(recipe, 8)
     killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
     assert [path.name for path in killed.glob("checkpoint-*")] == ["checkpoint-6"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import bitsandbytes as bnb
@@ -471,6 +473,110 @@ def test_a_host_without_room_is_one_error_and_nothing_is_lost() -> None:
     with pytest.raises(HostMemoryError, match="host_memory allows"):
         waiting(model, weights={"to": "cpu", "host_memory": "40KiB"})
     assert traces.differences(before, traces.snapshot(model)) == []
+
+
+# --- Processes that are killed, and forked. ---
+
+
+def forked(run: Callable[[], bool]) -> int:
+    """Run something in a forked process; return how it ended: 0 if it was true, 1 if not, less than 0 by a signal."""
+    child = os.fork()
+    if not child:
+        code = 2
+        with suppress(BaseException):
+            code = 0 if run() else 1
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_reads_trains_and_removes() -> None:
+    plain, model = llama(), llama()
+    first, second, third = (train(plain, steps=1) for _ in range(3))
+    frozen = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
+    with waiting(model) as applied:
+        assert are_equal(train(model, steps=1), first)
+
+        def looks_and_goes_on() -> bool:
+            now = dict(model.named_parameters())
+            same = all(torch.equal(each, now[name]) for name, each in frozen.items())
+            same &= are_equal(train(model, steps=1), second)
+            applied.remove()
+            return same and are_equal(train(model, steps=1), third)
+
+        assert forked(looks_and_goes_on) == 0
+        # What it did was its own.
+        assert all(each.is_packed for each in engine(applied).weights)
+        assert are_equal(train(model, steps=1), second)
+
+
+class Rows(torch.utils.data.Dataset[Tensor]):
+    """Rows that are made with the weights of the model: as a data set that looks up embeddings."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> Tensor:
+        weights = [self.model.get_input_embeddings().weight, self.model.base_model.model.model.layers[0].mlp.up_proj]
+        return torch.stack([weights[0].float().sum(), weights[1].base_layer.weight.float().sum() * number])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_of_a_data_loader_read_what_waits() -> None:
+    model = llama()
+    expected = list(torch.utils.data.DataLoader(Rows(model)))
+    with waiting(model):
+        loader = torch.utils.data.DataLoader(Rows(model), num_workers=2, multiprocessing_context="fork")
+        # Begun while a step runs, too.
+        for batch, wanted in zip(loader, expected, strict=True):
+            assert torch.equal(batch, wanted)
+            train(model, steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_process_that_is_killed_in_a_step_takes_nothing_along(where: str) -> None:
+    expected, model = train(llama(4)), llama(4)
+    with waiting(model) as applied:
+
+        def is_killed() -> bool:
+            layer = model.base_model.model.model.layers[2]
+            register = layer.register_forward_pre_hook if where == "forward" else layer.register_full_backward_pre_hook
+            register(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            return bool(train(model, steps=1))
+
+        assert forked(is_killed) == -signal.SIGKILL
+        assert not any(layer.is_on_device for layer in engine(applied).layers)
+        assert are_equal(train(model), expected)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_signal_that_ends_a_step_leaves_everything_whole(where: str) -> None:
+    """As launchers end a process that may save first: by a handler that raises."""
+
+    def ends(*_: Any) -> None:
+        raise SystemExit(143)
+
+    expected, model = train(llama()), llama()
+    before = traces.snapshot(model)
+    layer = model.base_model.model.model.layers[2]
+    found = signal.signal(signal.SIGTERM, ends)
+    try:
+        with waiting(model):
+            register = layer.register_forward_pre_hook if where == "forward" else layer.register_full_backward_pre_hook
+            hook = register(lambda *_: signal.raise_signal(signal.SIGTERM))
+            with pytest.raises(SystemExit):
+                train(model, steps=1)
+            hook.remove()
+    finally:
+        signal.signal(signal.SIGTERM, found)
+    model.zero_grad()
+    assert traces.differences(before, traces.snapshot(model)) == []
+    with waiting(model):
+        assert are_equal(train(model), expected)
 
 
 # --- What is refused. ---

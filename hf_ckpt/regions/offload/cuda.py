@@ -97,6 +97,23 @@ class CudaDevice:
                 )
         return PinnedByTorch(num_bytes)
 
+    def map(self, memory: HostAllocation, device: torch.device) -> Tensor:
+        """See `Wire.map`: pinned memory has the same address on a CUDA device, which reads it over the link.
+
+        vLLM keeps weights in host memory in the same way (`get_cuda_view_from_cpu_tensor`).
+        """
+        try:
+            mapped: Tensor = torch.as_tensor(_MappedMemory(memory), device=device)
+        except (RuntimeError, ValueError) as error:
+            raise UnsupportedError(f"{device} cannot read host memory in place: {error}. {_NOT_MAPPED}") from error
+        if mapped.data_ptr() != memory.bytes.data_ptr():
+            # torch has copied it: it was pinned for another device.
+            raise UnsupportedError(
+                f"{device} cannot read host memory in place: it was pinned by another device. Call "
+                f"torch.cuda.set_device({device.index}) before, or: {_NOT_MAPPED}"
+            )
+        return mapped
+
     def memory(self, device: torch.device) -> DeviceMemory:
         """Return what torch may use of the device, given its own cap and other processes, and what it uses."""
         free, total = torch.cuda.mem_get_info(device)
@@ -111,6 +128,32 @@ class CudaDevice:
     def reset_peak(self, device: torch.device) -> None:
         """Restart torch's peaks. Offload never does."""
         torch.cuda.reset_peak_memory_stats(device)
+
+
+_NOT_MAPPED = "Leave the embedding on the device (embedding: device)."
+
+
+class _MappedMemory:
+    """Pinned memory as torch takes memory of a device: it holds this object for as long as it uses the memory."""
+
+    def __init__(self, memory: HostAllocation) -> None:
+        self._memory = memory
+        address, num_bytes = memory.bytes.data_ptr(), memory.bytes.numel()
+        # (address, is it read-only); see Numba's CUDA Array Interface.
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+        # What was given to the device may still read it. At the end of the process the system frees it.
+        weakref.finalize(self, _wait_for_readers, os.getpid()).atexit = False
+
+
+def _wait_for_readers(process: int) -> None:
+    # A forked process has given nothing to a device, and cannot use it.
+    if os.getpid() == process:
+        _wait_for_devices()
 
 
 class CudaWire(Wire):
@@ -176,6 +219,10 @@ class CudaWire(Wire):
     def allocate(self, num_bytes: int, *, in_forks: bool = False) -> HostAllocation:
         """See `CudaDevice.allocate`."""
         return self._device.allocate(num_bytes, in_forks=in_forks)
+
+    def map(self, memory: HostAllocation, device: torch.device) -> Tensor:
+        """See `CudaDevice.map`."""
+        return self._device.map(memory, device)
 
     def record_event(self, device: torch.device) -> torch.cuda.Event:
         """Record an event on the current stream."""

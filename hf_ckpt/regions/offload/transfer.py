@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_ckpt.errors import UnsupportedError
+
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
@@ -300,6 +302,18 @@ class Wire:
             OSError, RuntimeError: the system does not give it.
         """
         return PageableMemory(num_bytes)
+
+    def map(self, memory: HostAllocation, device: torch.device) -> Tensor:
+        """Return host memory as a tensor [num_bytes] of a device, which reads it in place.
+
+        The tensor, and what is made of it, keep the memory. It is for the device alone to write to.
+
+        Raises:
+            UnsupportedError: the device cannot read it.
+        """
+        if device.type == "cpu":
+            return memory.bytes
+        raise UnsupportedError(f"Device {device} cannot read host memory in place. Write embedding: device.")
 
     def record_event(self, device: torch.device) -> torch.Event | None:
         """Return an event at the current place in the device's work; None if the device cannot time its work."""
