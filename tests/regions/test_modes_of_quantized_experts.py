@@ -18,7 +18,7 @@ MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "qwen3_ne
 PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     **modes.REGIONS,
     "none": ("none", {}),
-    **{name: modes.MODES[name] for name in ("full_tile", "selective_offload", "disk")},
+    **{name: modes.MODES[name] for name in ("full_tile", "selective_offload")},
     "weights": ("full", {"weights": "cpu"}),
     "selective_weights": ("selective", {"weights": "cpu"}),
 }
@@ -35,6 +35,8 @@ def test_experts_in_4_bits_compute_as_plain_weights_of_the_same_values(model_typ
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_a_plan_changes_no_bit(model_type: str, plan: str, on_experts: bool) -> None:
+    if model_type == "phimoe" and "tile" in plan:
+        pytest.skip("its router draws noise, so that it does not run in tiles")
     case = mixture(model_type, on_experts=on_experts)
     expected = exactness.step(case)
     mode, options = PLANS[plan]
