@@ -254,8 +254,7 @@ def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 
 def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weights) -> Iterator[tuple[str, str]]:
     yield "model", f"{_class_name(model)}; config from {found.source}"
-    yield "weights", weights.describe()
-    yield "trained", weights.describe_trained()
+    yield from weights.rows()
     times = step.gradient_accumulation_steps
     yield "batch", f"{describe_rows(step)}; {times} micro-batch{'es' if times > 1 else ''} in each step"
     precision = f"{step.autocast} autocast" if step.autocast else "no autocast"

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_ckpt.structure.attention_and_ffn import is_at_or_below
 from hf_ckpt.structure.layers import Stack
+from hf_ckpt.upstream.deepspeed import WHOLE_SHAPE
 
 _EXPERT_DIMS = 3  # Experts, and the rows and columns of each.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -17,7 +18,13 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def are_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
     """Whether a parameter that a module holds itself is all experts of a layer, or one of their matrices."""
     # Kernels of convolutions have as many dimensions.
-    return parameter.dim() == _EXPERT_DIMS and not isinstance(module, _CONVOLUTIONS)
+    return len(whole_shape(parameter)) == _EXPERT_DIMS and not isinstance(module, _CONVOLUTIONS)
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter, as it was before ZeRO-3 emptied it."""
+    shape: torch.Size = getattr(parameter, WHOLE_SHAPE, parameter.shape)
+    return shape
 
 
 def names_of_experts(stacks: Iterable[Stack]) -> tuple[str, ...]:
