@@ -15,8 +15,9 @@ from typing import NamedTuple
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
 from hf_ckpt.estimate.predict import devices_for
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
-from hf_ckpt.estimate.step_of_recipe import describe_rows, subject_of
-from hf_ckpt.estimate.tables import columns
+from hf_ckpt.estimate.step_of_recipe import Subject, describe_rows, subject_of
+from hf_ckpt.estimate.tables import columns, facts
+from hf_ckpt.estimate.weights import weights_of
 from hf_ckpt.loading.model import find_config
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.policy import Mode, Policy
@@ -52,15 +53,19 @@ def inspect_report(recipe: Recipe, names: Mapping[str, str]) -> str:
         full = build_on_meta(wanted, write_config(config_fields(found.config), wanted, found, Path(folder)))
     stacks = full.stacks or find_layers(full.model, **names)
     head = f"{full.class_name}, {full.num_parameters:,} parameters, config from {found.source}"
+    subject = _subject(recipe, names)
+    # What cannot be simulated is built as it is, on this machine.
+    weights = weights_of(full.model) if isinstance(subject, HFCkptError) else subject.weights
     parts = [
         head,
+        *([] if weights is None else facts(list(weights.rows()))),
         *_structure(stacks),
         "",
         *_modes(recipe, full, stacks),
         "",
         *_plan(full, stacks),
         "",
-        *_held(recipe, names),
+        *_held(subject),
     ]
     return "\n".join(parts)
 
@@ -141,11 +146,20 @@ def _plan(full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
     yield f"  {describe_recomputed(recomputed_share(full.plan, stacks))}"
 
 
-def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
+def _subject(recipe: Recipe, names: Mapping[str, str]) -> Subject | HFCkptError:
+    """Return the recipe's step as it is simulated, or why it cannot be."""
+    try:
+        return subject_of(recipe, structure=names)
+    except HFCkptError as error:
+        return error
+
+
+def _held(subject: Subject | HFCkptError) -> Iterator[str]:
     """Yield what the layers hold from forward to backward where nothing is recomputed."""
     try:
-        subject = subject_of(recipe, structure=names)
-        device = devices_for(recipe, ())[0]
+        if isinstance(subject, HFCkptError):
+            raise subject
+        device = devices_for(subject.recipe, ())[0]
         memory = subject.simulator(device).simulate(None, explains=True)
     except HFCkptError as error:
         yield f"What the layers hold is not known: {error}"

@@ -130,8 +130,8 @@ def recipe_for(training: Training, model: str, overrides: Sequence[str] = (), *,
         return training.recipe_for(model, overrides)
     if with_experts:
         raise RecipeError(
-            f"--lora-experts: {model} is no mixture with a parameter for all experts of a layer, or its config cannot "
-            "be had. Leave the option out: LoRA is on all linear layers, experts among them."
+            f"--lora-experts: {model} is no mixture with a parameter for all experts of a layer, or its config was "
+            "not found. Leave the option out: LoRA is on all linear layers, experts among them."
         )
     return recipe
 

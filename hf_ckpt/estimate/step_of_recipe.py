@@ -258,10 +258,9 @@ def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 
 def _facts(found: Found, recipe: Recipe, model: Any, step: Step, weights: Weights) -> Iterator[tuple[str, str]]:
     yield "model", f"{_class_name(model)}; config from {found.source}"
-    yield "weights", weights.describe()
+    yield from weights.rows()
     if is_mxfp4(found.config):
         yield "stored", "experts in MXFP4, which does not train: they are dequantised as they are loaded"
-    yield "trained", weights.describe_trained()
     times = step.gradient_accumulation_steps
     yield "batch", f"{describe_rows(step)}; {times} micro-batch{'es' if times > 1 else ''} in each step"
     precision = f"{step.autocast} autocast" if step.autocast else "no autocast"
@@ -326,7 +325,7 @@ def _version_words(recipe: Recipe, model: Any, weights: Weights) -> str:
     used = {"trl": recipe.kind.of_trl, "peft": weights.adapter is not None, "bitsandbytes": weights.is_quantised}
     names = ["transformers", *(name for name, is_used in used.items() if is_used), "torch"]
     chosen = {"attention": attention_of(model.config)}
-    if weights.num_experts:
+    if weights.experts is not None:
         chosen["experts"] = experts_of(model.config)
     kernels = "".join(f", {what} by {name}" for what, name in chosen.items() if name)
     # Not for which devices torch was built.

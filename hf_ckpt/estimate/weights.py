@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_ckpt.structure.experts import are_experts
+from hf_ckpt.structure.experts import are_experts, whole_shape
+from hf_ckpt.structure.stored import inside_adapters
 
 EXPERTS, EMBEDDINGS, HEAD, LINEAR, OTHERS = "experts", "embeddings", "head", "linear layers", "others"
 """What may not be quantised in a model that is."""
@@ -55,6 +56,27 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a mixture, where those of a layer are one parameter."""
+
+    by_dtype: Mapping[str, int]  # As those of all weights.
+    num_layers: int  # That have experts.
+    in_layer: tuple[int, ...]  # How many experts those have, each number once.
+    num_trained: int  # Of the experts themselves, without what an adapter adds.
+    adapted: tuple[str, ...]  # Names of the parameters that an adapter is on.
+
+    def describe(self) -> str:
+        """Return them as text, such as `29.0 B in bfloat16: 128 in each of 48 layers, frozen`."""
+        numbers = ", ".join(f"{_short(number)} in {kind}" for kind, number in self.by_dtype.items())
+        how_many = " or ".join(map(str, self.in_layer))
+        each = f"{how_many} in each of {self.num_layers} layers"
+        done = (
+            f"an adapter on {', '.join(self.adapted)}" if self.adapted else "trained" if self.num_trained else "frozen"
+        )
+        return f"{numbers}: {each}, {done}"
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """How many numbers a model has."""
 
@@ -63,6 +85,7 @@ class Weights:
     num_experts: int  # Of those without what an adapter adds.
     trained_by_dtype: Mapping[str, int]
     adapter: Adapter | None = None
+    experts: Experts | None = None
 
     @property
     def is_quantised(self) -> bool:
@@ -84,7 +107,8 @@ class Weights:
         each = " parameters" if len(self.by_dtype) == 1 else ""
         parts = [f"{_short(number)}{each} in {kind}" for kind, number in self.by_dtype.items()]
         text = parts[0] if len(parts) == 1 else f"{_short(self.num_all)} parameters: {', '.join(parts)}"
-        if not self.num_experts:
+        whole_experts = self.not_quantised.get(EXPERTS, 0) if self.is_quantised else self.num_experts
+        if not whole_experts:
             names: list[str] = []
             told = 0
             for name, number in self.not_quantised.items():
@@ -92,7 +116,14 @@ class Weights:
                     names, told = [*names, name], told + number
             return f"{text} ({', '.join(names)})" if names else text
         why = ", as bitsandbytes quantises linear layers only" if self.is_quantised else ""
-        return f"{text}, {_short(self.num_experts)} of them experts{why}"
+        return f"{text}, {_short(whole_experts)} of them experts{why}"
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield what commands and runs say of the weights, as (name, text) rows."""
+        yield "weights", self.describe()
+        if self.experts is not None:
+            yield "experts", self.experts.describe()
+        yield "trained", self.describe_trained()
 
     def describe_trained(self) -> str:
         """Return what is trained as text."""
@@ -124,7 +155,29 @@ def weights_of(model: nn.Module) -> Weights:
     # What is quantised is told first.
     ordered = sorted(by_dtype.items(), key=lambda item: (not item[0].endswith(_BITS), -item[1]))
     not_quantised = dict(others.most_common()) if ordered[0][0].endswith(_BITS) else {}
-    return Weights(dict(ordered), not_quantised, others[EXPERTS], dict(trained.most_common()), adapter)
+    experts = _experts_of(model)
+    num_experts = 0 if experts is None else sum(experts.by_dtype.values())
+    return Weights(dict(ordered), not_quantised, num_experts, dict(trained.most_common()), adapter, experts)
+
+
+def _experts_of(model: nn.Module) -> Experts | None:
+    by_dtype, num_trained = Counter[str](), 0
+    in_layer: dict[nn.Module, int] = {}
+    adapted: dict[str, None] = {}
+    for module in model.modules():
+        target: Any = getattr(module, "parameter_name", None)
+        for parameter in module.parameters(recurse=False):
+            if are_experts(module, parameter):
+                by_dtype[_kind(parameter)] += num_weights(parameter)
+                num_trained += num_weights(parameter) * parameter.requires_grad
+                in_layer[module] = whole_shape(parameter)[0]
+        base = inside_adapters(module) if isinstance(target, str) else module
+        if base is not module and are_experts(base, getattr(base, target)):
+            adapted[target] = None
+    if not in_layer:
+        return None
+    kinds = tuple(dict.fromkeys(in_layer.values()))
+    return Experts(dict(by_dtype.most_common()), len(in_layer), kinds, num_trained, tuple(adapted))
 
 
 def as_json(weights: Weights) -> dict[str, Any]:
@@ -135,7 +188,7 @@ def as_json(weights: Weights) -> dict[str, Any]:
 def num_weights(parameter: torch.Tensor) -> int:
     """Return how many numbers a parameter has: a 4-bit weight packs several into one of its storage."""
     state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
+    return whole_shape(parameter).numel() if state is None else int(torch.Size(state.shape).numel())
 
 
 def _kind(parameter: nn.Parameter) -> str:

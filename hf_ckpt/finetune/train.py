@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import DiskFullError, OtherProcessError, RecipeError, cause_chain
+from hf_ckpt.estimate.weights import weights_of
 from hf_ckpt.finetune.adapter_gradients import AdapterGradients
 from hf_ckpt.finetune.micro_batch import check_auto, effective_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import explained
@@ -334,6 +335,8 @@ def _trainer(
             _say(args, line)
     check_engine_runs(trainer)
     check_can_be_saved(args.device)
+    for name, text in weights_of(model).rows():
+        _say(args, f"{name.capitalize()}: {text}")
     num_trained, num_all = num_parameters(model, only_trainable=True), num_parameters(model)
     _say(args, f"Model: {num_all:,} parameters, {num_trained:,} of them trained ({num_trained / num_all:.2%})")
     return trainer, callback, expected

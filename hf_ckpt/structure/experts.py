@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_ckpt.structure.attention_and_ffn import is_at_or_below
 from hf_ckpt.structure.layers import Stack
+from hf_ckpt.upstream.deepspeed import WHOLE_SHAPE
 
 _DIMS = 3  # Experts, and the rows and columns of each.
 
@@ -18,9 +19,14 @@ def are_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
 
     Kernels of convolutions and tables of positions may have three dimensions too.
     """
-    if parameter.dim() != _DIMS:
-        return False
-    return any("expert" in name and value == parameter.shape[0] for name, value in vars(module).items())
+    shape = whole_shape(parameter)
+    return len(shape) == _DIMS and any("expert" in name and value == shape[0] for name, value in vars(module).items())
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter, as it was before ZeRO-3 emptied it."""
+    shape: torch.Size = getattr(parameter, WHOLE_SHAPE, parameter.shape)
+    return shape
 
 
 def names_of_experts(stacks: Iterable[Stack]) -> tuple[str, ...]:

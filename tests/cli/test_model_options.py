@@ -128,7 +128,7 @@ def test_a_dense_model_keeps_all_linear_layers_and_loads_no_torch_to_find_out() 
             ["shape", "--lora-experts"],
             "--lora-experts: shape is no mixture with a parameter for all experts of a layer",
         ),
-        (["some/model", "--lora-experts"], "or its config cannot be had"),
+        (["some/model", "--lora-experts"], "or its config was not found"),
         (["shape", "--full", "--lora-experts"], "--lora-experts says what LoRA is on, and --full trains all weights."),
         (["llama7b_lora", "--lora-experts"], "llama7b_lora is a recipe, and --lora-experts says how to train a model"),
     ],

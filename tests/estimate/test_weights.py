@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from hf_ckpt import load_recipe
+from hf_ckpt.cli.inspect_report import inspect_report
 from hf_ckpt.estimate.estimate import facts_as_json
+from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.estimate.weights import weights_of
+from hf_ckpt.finetune import train
+from tests import small_recipes
 from tests.estimate.small_estimates import small_subject
 from tests.small_recipes import LORA
 
@@ -79,3 +85,49 @@ def test_adamw_in_half_precision_is_said(tmp_path: Path) -> None:
     facts = dict(small_subject(tmp_path, model={"dtype": "bfloat16"}).facts)
     assert facts["trained"] == "all in bfloat16"
     assert facts["training"].endswith(" in bfloat16: neither weights nor state in float32")
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+ON_EXPERTS = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (ON_EXPERTS, "12,288 in float32: 4 in each of 2 layers, an adapter on down_proj, gate_up_proj"),
+        ({"r": 4, "target_modules": ["q_proj"]}, "12,288 in float32: 4 in each of 2 layers, frozen"),
+        (None, "12,288 in float32: 4 in each of 2 layers, trained"),
+    ],
+    ids=["adapter on experts", "frozen", "all"],
+)
+def test_estimate_inspect_and_the_run_say_the_same(
+    lora: dict[str, Any] | None,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
+    sections = {"model": {"config": MIXTURE}, "lora": lora, "checkpointing": None}
+    recipe = load_recipe(small_recipes.write(tmp_path, **sections), ["training.max_steps=1"])
+    subject = subject_of(recipe)
+    facts = {name: text for name, text in subject.facts if name in ("weights", "experts", "trained")}
+    # Two layers: 4 experts with matrices of 32 x 32 and 32 x 16.
+    assert facts["experts"] == said
+    read = facts_as_json(subject)["weights"]["experts"]
+    assert (read["by_dtype"], read["num_layers"], read["in_layer"]) == ({"float32": 12288}, 2, (4,))
+    shown = " ".join(inspect_report(recipe, {}).split())
+    assert all(f"{name} {text}" in shown for name, text in facts.items())
+    capsys.readouterr()
+    train.finetune(recipe)
+    printed = capsys.readouterr().out.splitlines()
+    assert all(f"{name.capitalize()}: {text}" in printed for name, text in facts.items())
