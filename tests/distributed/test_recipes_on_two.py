@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.finetune import train
+from hf_ckpt.structure.four_bit_tensor import FourBitTensor
 from tests.distributed.launching import launched, made_by_first, share_twins
 from tests.docs.test_shipped_recipes import (
     ON_MANY,
@@ -113,13 +116,22 @@ def check_words(run: Run, printed: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
-def test_experts_in_4_bits_train_on_two_as_without_the_plan(tmp_path: Path) -> None:
-    # DDP compares and sends all parameters but those that it is told to leave.
+def test_experts_in_4_bits_train_on_two_as_without_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap, values, unpacked = DistributedDataParallel.__init__, FourBitTensor.values, list[str]()
+
+    def wrapped(*args: Any, **options: Any) -> None:
+        # DDP compares and sends all parameters but those that it is told to leave: whole, and of all layers.
+        with monkeypatch.context() as patched:
+            patched.setattr(FourBitTensor, "values", lambda weight: unpacked.append(str(weight)) or values(weight))
+            wrap(*args, **options)
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", wrapped)
     folder, stem = made_by_first(lambda: tmp_path), "gpt_oss_20b_lora_24gb"
     with launched("ddp_8gpu"):
         left_out = (f"checkpointing.{key}=null" for key in ("memory_budget", "exact", "fallback"))
         run = carry_out(stem, folder / "planned", "checkpointing.policy=full", *left_out)
         plain = carry_out(stem, folder / "plain", "checkpointing=null")
     assert run.summary.engine == "DDP on 2 processes; sharded: nothing, each holds the whole model"
+    assert unpacked == []
     check_losses(run, plain)
     check_weights_are_those_without_the_plan(run, plain)
