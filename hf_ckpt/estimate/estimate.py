@@ -14,6 +14,7 @@ from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.estimate.weights import as_json as weights_as_json
 from hf_ckpt.planner.advice import Exactness
+from hf_ckpt.policy.options import TO_CPU
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.regions.offload import host_memory
@@ -229,8 +230,7 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     if (weights := _weights_without_room(predictor, device)) is not None:
         refusal = (
             f"No plan fits memory_budget={format_bytes(capacity.num_bytes)}: weights and gradients alone take "
-            f"{format_bytes(weights)} under any plan. Use fewer or smaller weights, more devices that share them, or "
-            "a larger device."
+            f"{format_bytes(weights)} under any plan{_what_to_do(predictor, capacity)}"
         )
         return Row(AUTO, None, refusal, device)
     say(_first_verdict(predictor, device))
@@ -240,6 +240,20 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
         return Row(AUTO, None, str(error), device)
     row = judged(predictor, AUTO, planned.plan, [device], decides=True)
     return replace(row, memory=planned.memory, device=device, exactness=planned.exactness)
+
+
+def _what_to_do(predictor: Predictor, capacity: Capacity) -> str:
+    """Return advice for a card that the weights alone exceed: the host's memory, if that is enough."""
+    advice = ". Use fewer or smaller weights, more devices that share them, or a larger device."
+    if not predictor.has_waiting_weights:
+        return advice
+    plan = predictor.subject.resolve(Mode.FULL, weights=TO_CPU)
+    verdict = predictor.verdict(plan, capacity)
+    if verdict.fit is not Fit.YES:
+        return advice
+    needed, host = format_bytes(verdict.needed_bytes), format_bytes(predictor.memory(plan).host_bytes)
+    line = f"checkpointing.weights={TO_CPU}  # {needed}, with {host} of host memory"
+    return f" that leaves them there. With this line one fits, as simulated:\n  {line}"
 
 
 def _weights_without_room(predictor: Predictor, device: Device) -> int | None:

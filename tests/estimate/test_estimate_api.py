@@ -131,6 +131,22 @@ def test_where_weights_have_no_room_it_is_said_and_no_plan_is_searched_for(tmp_p
     assert "Lowest predicted peak is" in row.refusal
 
 
+def test_where_frozen_weights_have_no_room_the_host_is_the_advice(tmp_path: Path) -> None:
+    config = {**small_recipes.CONFIG, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 24}
+    subject = small_subject(tmp_path, model={"config": config}, lora=small_recipes.LORA)
+    predictor = Predictor(subject, CARD)
+    plan = subject.resolve("full", weights="cpu")
+    enough = replace(CARD, memory_bytes=predictor.verdict(plan, predictor.capacity(CARD)).needed_bytes)
+    assert enough.memory_bytes < predictor.weights_and_gradients
+    *_, row = estimate(subject, [enough], silent, ["none"]).rows
+    said = "under any plan that leaves them there. With this line one fits, as simulated:\n  checkpointing.weights=cpu  # "
+    assert said in row.refusal
+    assert row.refusal.endswith("of host memory")
+    less = replace(CARD, memory_bytes=enough.memory_bytes // 2)
+    *_, row = estimate(subject, [less], silent, ["none"]).rows
+    assert "under any plan. Use fewer or smaller weights" in row.refusal
+
+
 @pytest.mark.sweep
 def test_of_an_own_budget_below_the_weights_the_least_is_searched_for(tmp_path: Path) -> None:
     subject = small_subject(tmp_path, "checkpointing.policy=auto", "checkpointing.memory_budget=10KiB")
