@@ -108,6 +108,10 @@ class ModuleState:
             self._fingerprints.clear()
         return self._layout
 
+    def has_router(self, root: nn.Module) -> bool:
+        """Whether `root`, the module, held a router when its modules were last walked."""
+        return (self._layout or self.layout(root)).has_router
+
     def enter(self) -> int:
         """Let the region run in this thread, which is returned; refused while another has changed its attributes."""
         me = threading.get_ident()
@@ -252,7 +256,7 @@ class CallState:
     @property
     def has_router(self) -> bool:
         """Whether the module holds a router; False if it is no region of a plan."""
-        return self._state is not None and self._state.layout(self._module).has_router
+        return self._state is not None and self._state.has_router(self._module)
 
     @property
     def errors(self) -> PendingErrors | None:

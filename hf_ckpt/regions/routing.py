@@ -12,6 +12,7 @@ by them (`multinomial`, `bernoulli`), and which of such scores are beyond a thre
 masks of PhiMoE). What is computed of whole numbers follows from those.
 
 Kernels of a CPU repeat themselves, as do all under `torch.use_deterministic_algorithms`: nothing is kept there.
+What a compiler runs is not seen.
 """
 
 from __future__ import annotations
