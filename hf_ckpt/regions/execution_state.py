@@ -126,7 +126,7 @@ def is_compiled(module: nn.Module) -> bool:
 # --- Which run it is. ---
 
 
-class _Nested(threading.local):
+class Nested(threading.local):
     """Counts the blocks of a kind that a thread is in. A backward recomputes in a thread of its own."""
 
     depth = 0
@@ -138,9 +138,9 @@ class _Nested(threading.local):
         self.depth -= 1
 
 
-_RECOMPUTING = _Nested()
-_EXTRA_RUN = _Nested()
-_STARTED_AGAIN = _Nested()
+_RECOMPUTING = Nested()
+_EXTRA_RUN = Nested()
+_STARTED_AGAIN = Nested()
 
 
 def recomputing() -> AbstractContextManager[None]:
@@ -161,6 +161,11 @@ def extra_run() -> AbstractContextManager[None]:
 def is_extra_run() -> bool:
     """Whether what runs in this thread does so for a check only."""
     return _EXTRA_RUN.depth > 0
+
+
+def extra_run_depth() -> int:
+    """Return in how many such blocks, one in the other, this thread is."""
+    return _EXTRA_RUN.depth
 
 
 def started_again() -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.put_back import put_container_back
 from hf_ckpt.regions.recomputation_errors import OtherModes, recomputation_error, what_to_do
+from hf_ckpt.structure.routers import has_router
 from hf_ckpt.upstream.accelerate import HOOK
 from hf_ckpt.upstream.peft import ACTIVE_ADAPTER, DISABLE_ADAPTERS
 
@@ -106,6 +107,10 @@ class ModuleState:
             self._layout = _Layout(root, self._shards, self.above)
             self._fingerprints.clear()
         return self._layout
+
+    def has_router(self, root: nn.Module) -> bool:
+        """Whether `root`, the module, held a router when its modules were last walked."""
+        return (self._layout or self.layout(root)).has_router
 
     def enter(self) -> int:
         """Let the region run in this thread, which is returned; refused while another has changed its attributes."""
@@ -249,6 +254,11 @@ class CallState:
         return self._state.layout(module).modules
 
     @property
+    def has_router(self) -> bool:
+        """Whether the module holds a router; False if it is no region of a plan."""
+        return self._state is not None and self._state.has_router(self._module)
+
+    @property
     def errors(self) -> PendingErrors | None:
         """Those of the plan."""
         return None if self._state is None else self._state.errors
@@ -366,6 +376,11 @@ class _Layout:
     def _add(self, place: dict[str, Any], path: str, name: str) -> None:
         self._places.append((place, name))
         self.names.append(f"{path}.{name}".lstrip("."))
+
+    @cached_property
+    def has_router(self) -> bool:
+        """Whether one of the modules is, or belongs to, a router."""
+        return has_router(self.modules)
 
     def is_current(self, root: nn.Module) -> bool:
         """Whether the same modules are there, and no engine has taken over."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from math import isnan
 from typing import Any
@@ -44,6 +44,7 @@ from hf_ckpt.regions.fingerprints import (
     is_plain,
     largest_distance,
     relative_distance,
+    rounding_of,
 )
 from hf_ckpt.regions.held_state import is_managed
 from hf_ckpt.regions.module_state import CallState, gradient_hooks_put_back
@@ -63,15 +64,18 @@ from hf_ckpt.regions.region_graph import (
     leads_around,
     without_hooks,
 )
+from hf_ckpt.regions.routing import may_vary
 from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.regions.tiling import run_tiled
 from hf_ckpt.regions.value_proof import (
     ALLOWED,
     KEEP,
     MOST_RUNS,
+    NOISE,
     CallProof,
     RegionProof,
     by_distance,
+    differ_by_rounding,
     drop,
     explaining_noise,
     never_unpack,
@@ -175,7 +179,8 @@ class OriginalCall:
         self._firsts = [firsts.setdefault(id(self._arguments[place]), place) for place in self._places]
         self._require_grad = [self._arguments[place].requires_grad for place in self._places]
         self._inputs = [self._arguments[place] for place in self._places]
-        self._given = proof.fingerprints([self._arguments[place] for place in self._places])
+        self._is_given_noise = may_vary(self._inputs) and self.state.has_router
+        self._given = proof.fingerprints(self._inputs, has_sketch=self._is_given_noise)
         self._goals = goals_of(self._arguments)
         weight = next(module.parameters(), None)
         self._random_state = RandomState.of(*self._arguments.values(), weight)
@@ -381,7 +386,10 @@ class OriginalCall:
             if any(type(mode).__module__ == checkpoint.__name__ for mode in dispatch_modes()):
                 # Where another library has torch's own selective checkpointing run a region, that hands out once.
                 entered.enter_context(hidden_from_modes())
-            outputs, goals, leaves, first_node = self._run_forward(tensors, keeps=gradients is not None)
+            # Routed as the region was, or kernels that do not repeat themselves would send tokens elsewhere.
+            routing = self._proof.routing
+            with nullcontext() if routing is None else routing.run(is_strict=False):
+                outputs, goals, leaves, first_node = self._run_forward(tensors, keeps=gradients is not None)
             found = self._proof.fingerprints(outputs, has_sketch=True)
             if gradients is None or self._is_hooked:
                 return found, None
@@ -459,7 +467,7 @@ class OriginalCall:
     def _fault_of_values(self, tensors: Sequence[Tensor], outputs: list[Fingerprint]) -> str | None:
         """Return what is wrong with what the region was given for its recomputation, or with what it returned."""
         assert self._proof is not None
-        given = self._proof.fingerprints(tensors)
+        given = self._proof.fingerprints(tensors, has_sketch=self._is_given_noise)
         if self._proof.is_simulated:
             return None
         with self._proof.unobserved():
@@ -470,11 +478,15 @@ class OriginalCall:
     ) -> str | None:
         if all_equal([*self._given, *self._returned], [*given, *outputs]):
             return None
+        distance = largest_distance(self._returned, outputs)
         if not all_equal(self._given, given):
+            is_noise = distance is not None and distance < NOISE * rounding_of(self._returned)
+            if self._is_given_noise and is_noise and differ_by_rounding(self._given, given):
+                self._region.note_noise(distance or 0.0)
+                return None
             pairs = zip(self._places, self._given, given, strict=False)
             place = next((place for place, one, other in pairs if not all_equal([one], [other])), None)
             return f"its recomputation is given another {_named(place)} than its forward was."
-        distance = largest_distance(self._returned, outputs)
         if distance is not None:
             noise = explaining_noise(distance, outputs, lambda: self._run(tensors, None)[0])
             if noise is not None:

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections import UserDict
 from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -41,6 +41,7 @@ from hf_ckpt.regions.execution_state import (
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.regions.recomputation_errors import is_for_others
+from hf_ckpt.regions.routing import KeptRouting, may_vary
 from hf_ckpt.regions.saved_tensors import NO_CONTEXTS, Checkpoint, Contexts, GradientInside, hooks_exchanged
 from hf_ckpt.upstream.torch import ALLOWS_NO_HOOKS, tree_map_only
 from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
@@ -81,8 +82,11 @@ def run_watched(
         # What it hides, as a counter of its own, no recomputation brings back.
         proof.check_again()
     call_proof = None if proof is None else proof.start_call(function, tensors)
+    if call_proof is not None:
+        call_proof.is_given_noise = may_vary(tensors) and call.state.has_router
     returned = holding_if_needed(call, partial(run, call_proof))
     if call_proof is not None:
+        call_proof.routing = call.routing
         call_proof.check_graph()
     return returned
 
@@ -260,7 +264,8 @@ class Call:
     `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
     the modules that the function runs. The first run is the forward, unless `has_run` says that there was one.
     `in_parts`: each run is of other tensors, and a backward goes through it; the caller enters the state around them.
-    `made_again` are the numbers of tensors that are computed again for each run.
+    `made_again` are the numbers of tensors that are computed again for each run. `routing` is what routers chose in the
+    first run, if it is kept; of a call in parts the caller sets it for each.
     """
 
     __slots__ = (
@@ -275,6 +280,7 @@ class Call:
         "_places",
         "has_run",
         "made_again",
+        "routing",
         "state",
     )
 
@@ -295,6 +301,7 @@ class Call:
         self._dicts = {place: copy.copy(value) for place, value in rest.items() if _is_mapping(value)}
         self._given = GivenState({**rest, **self._dicts} if self._dicts else rest)
         self.has_run = False
+        self.routing: KeptRouting | None = None
         self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
 
     def runs(self, function: Function) -> bool:
@@ -324,7 +331,8 @@ class Call:
         self._watch_bits(tensors)
         if self.has_run:
             given.update((place, copy.copy(value)) for place, value in self._dicts.items())
-        with nullcontext() if self._in_parts else self.state.as_in_forward(), untransformed(), ConcurrentRun():
+        state = nullcontext() if self._in_parts else self.state.as_in_forward()
+        with state, untransformed(), ConcurrentRun(), self._routed(tensors):
             if self.has_run and not self._in_parts:
                 aliases: dict[int, Tensor] = {}
                 for place, value in given.items():
@@ -338,6 +346,12 @@ class Call:
             self._arguments = {**self._arguments, **self._dicts}
         self._check_unchanged()
         return returned
+
+    def _routed(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Keep in the first run, where kernels may not repeat themselves, what routers choose; later go by that."""
+        if self.routing is None and not (self.has_run or self._in_parts) and torch.is_grad_enabled():
+            self.routing = KeptRouting() if may_vary(tensors) and self.state.has_router else None
+        return nullcontext() if self.routing is None else self.routing.run()
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:

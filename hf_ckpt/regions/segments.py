@@ -47,6 +47,7 @@ from hf_ckpt.regions.execution_state import (
     untransformed,
 )
 from hf_ckpt.regions.recompute import Call, holding_if_needed, run_checkpointed, run_watched, split_call
+from hf_ckpt.regions.routing import KeptRouting
 from hf_ckpt.regions.saved_tensors import GradientInside, held_saved_tensors, save_inputs, saved_behind
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ class _Link:
         self._proof = proof
         self._outer = outer
         self._nested = nested
+        self._routing: KeptRouting | None = None
         self.random_state = RandomState.of(*tensors, *call.others)
         self._autocast = AutocastState.now()
         # Index in the outputs of the layer before, or None for a tensor from elsewhere.
@@ -203,6 +205,7 @@ class _Link:
 
     def recompute(self, call: Call, tensors: list[Tensor], collector: _Collector) -> Any:
         """Run the layer's own call again, and collect what it saves."""
+        call.routing = self._routing
         self.random_state.restore()
         with self._autocast.restored(), collector.hooks(None if self._nested else self._proof):
             returned = self.run(call, tensors)
@@ -211,9 +214,13 @@ class _Link:
 
     def run(self, call: Call, tensors: list[Tensor]) -> Any:
         """Run the layer's own call."""
-        if self._nested:
-            return run_checkpointed(self._proof, call, call.run, tensors)
-        return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
+        try:
+            if self._nested:
+                return run_checkpointed(self._proof, call, call.run, tensors)
+            return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
+        finally:
+            # Where the module around it runs again, the layer's own call will be another one.
+            self._routing = call.routing
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -44,6 +44,7 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.module_state import gradient_hooks_away, gradient_hooks_put_back
 from hf_ckpt.regions.recompute import Call, original_forward, recompute
+from hf_ckpt.regions.routing import KeptRouting, may_vary
 from hf_ckpt.regions.saved_tensors import save_inputs, saved_behind
 from hf_ckpt.regions.tile_checks import (
     DroppedGraph,
@@ -144,6 +145,10 @@ class _Slices:
         self._differ: Tensor | None = None
         # By slice that ran forward, the differentiable operators in its graph.
         self._operators: list[set[str]] = []
+        # By the start of a slice, what routers chose in it.
+        self._routings: dict[int, KeptRouting] | None = None
+        if tiling.recomputes and may_vary(inputs) and self._call.state.has_router:
+            self._routings = {}
         self._is_unproven = False
         self._proof = None
         if call_proof is not None and not call_proof.is_simulated:
@@ -315,6 +320,8 @@ class _Slices:
         versions, bits = [piece._version for piece in pieces], GivenBits(pieces)
         with torch.enable_grad(), self._autocast.restored():
             proof, run = self._proof, self._call.run
+            if self._routings is not None:
+                self._call.routing = self._routings.setdefault(start, KeptRouting())
             try:
                 returned = run(*pieces) if proof is None else proof.run(run, inputs, pieces)
             except RuntimeError as error:
@@ -322,6 +329,9 @@ class _Slices:
                 if "leaf Variable that requires grad is being used in an in-place" in str(error):
                     self._refuse_write(error)
                 raise
+            finally:
+                # What else runs of the call, for a check, has other tokens.
+                self._call.routing = None
         written = bits.differ(pieces)
         if isinstance(written, Tensor):
             self._written.append(written)

@@ -47,6 +47,7 @@ from hf_ckpt.regions.fingerprints import (
     unobserved,
 )
 from hf_ckpt.regions.recomputation_errors import module_that_raised
+from hf_ckpt.regions.routing import KeptRouting
 from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.upstream.torch import current_graph_task_id, hidden_from_modes, queue_callback
 
@@ -321,6 +322,8 @@ class RegionProof:
 class _Run:
     """What one run of a call started from, returned and left behind."""
 
+    given: list[Fingerprint]
+    """Of what it started from, where that may differ by noise."""
     outputs: list[Fingerprint]
     modules: dict[str, list[Fingerprint]]
     """By name, of what the modules inside returned, call by call: checksums where whole outputs are compared too."""
@@ -365,6 +368,10 @@ class CallProof:
     """Whether there are shapes only."""
     original: Original | None = None
     """What holds the call against the original, if it is held."""
+    routing: KeptRouting | None = None
+    """What routers chose in the call's forward, where that is kept."""
+    is_given_noise = False
+    """Whether what it is given may differ by noise of kernels: in a row of layers with routers that runs again."""
     differs_in: str | None = None
     """The first module inside of which a recomputation differed, once that is known."""
 
@@ -477,13 +484,14 @@ class CallProof:
         is_forward = self._forward is None
         with _unobserved():
             before = RandomState.of(list(tensors))
+            given = plain_fingerprints(plain_tensors(tensors), has_sketch=True) if self.is_given_noise else []
         with self._hooks(modules):
             returned = function(*tensors)
         with _unobserved():
             after = RandomState.of(list(tensors))
             # A recomputation's sketches are wanted only where its hashes differ.
             outputs = plain_fingerprints(plain_tensors(returned), has_sketch=is_forward)
-        return returned, _Run(outputs, modules, before, after)
+        return returned, _Run(given, outputs, modules, before, after)
 
     @contextmanager
     def _hooks(self, found: Any) -> Iterator[None]:
@@ -528,7 +536,9 @@ class CallProof:
         distance = largest_distance(forward.outputs, outputs)
         cause = _random_cause(forward, again)
         if cause is None and distance is not None and distance < NOISE * rounding_of(forward.outputs):
-            noise = explaining_noise(distance, outputs, run_again)
+            # Runs from the same inputs do not show noise of a layer before.
+            noise = distance if differ_by_rounding(forward.given, again.given) else None
+            noise = noise or explaining_noise(distance, outputs, run_again)
             if noise is not None:
                 self.note_noise(noise)
                 return None
@@ -574,6 +584,12 @@ class CallProof:
             with torch.enable_grad(), extra_run(), selection_paused():
                 returned = function(*tensors)
         return self.fingerprints(plain_tensors(returned), has_sketch=True)
+
+
+def differ_by_rounding(one: list[Fingerprint], other: list[Fingerprint]) -> bool:
+    """Whether tensors differ, and kernels that do not repeat themselves would explain it."""
+    distance = None if all_equal(one, other) else largest_distance(one, other)
+    return distance is not None and distance < NOISE * rounding_of(one)
 
 
 def explaining_noise(

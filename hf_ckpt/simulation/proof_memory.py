@@ -45,6 +45,8 @@ class SimulatedCallProof(CallProof):
         if not is_forward and self.original is not None:
             self.original.before_recomputation(tensors)
         found = self._of_forward if is_forward else _Fingerprints()
+        if self.is_given_noise:
+            self._record_fingerprints(found, tensors, has_sketch=True)
         try:
             with self._hooks(found):
                 returned = function(*tensors)

@@ -20,6 +20,7 @@ from hf_ckpt.patch.use_cache import Topic
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.regions.routing import kernels_vary
 from hf_ckpt.regions.waiting_weights import owners_of, packed_bytes, waiting_tensors
 from hf_ckpt.second_process import Take, may_fork, work_ahead
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, play
@@ -518,6 +519,7 @@ class StepSimulator:
             self._tracked(fake, tracker) as others,
             hooks,
             track_references(fake.model, others.values(), tracker),
+            kernels_vary() if device.is_cuda else nullcontext(),
             changed_by(fake.model) as changed,
         ):
             run_step(changed, step, tracker, then, others, is_cuda=device.is_cuda)

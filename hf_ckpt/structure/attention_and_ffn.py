@@ -6,17 +6,14 @@ flattens the parameters of a unit into one, ZeRO-3 leaves tensors of shape (0,) 
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
-from types import CodeType, FunctionType
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from hf_ckpt.structure.called_names import calls, class_calls
 from hf_ckpt.structure.stored import inside_adapters, stored, weight_shape
 from hf_ckpt.upstream.deepspeed import WHOLE_SHAPE
 from hf_ckpt.upstream.torch import COMPILED_INSIDE, flattened_shapes
@@ -118,14 +115,13 @@ class PartFinder:
 
     def _calls_attention(self, module: nn.Module) -> bool:
         # A forward of the instance's own may have taken the place of the class's.
-        return _calls_attention(_function(vars(module).get("forward"))) or any(
+        return calls(vars(module).get("forward"), _COMPUTES_ATTENTION) or any(
             self._with_attention[kind] if kind in self._with_attention else self._look(kind)
             for kind in type(module).__mro__
         )
 
     def _look(self, kind: type) -> bool:
-        functions = () if kind in (nn.Module, object) else map(_function, vars(kind).values())
-        found = self._with_attention[kind] = any(map(_calls_attention, functions))
+        found = self._with_attention[kind] = class_calls(kind, _COMPUTES_ATTENTION)
         return found
 
     def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -203,43 +199,3 @@ def _has(module: nn.Module, name: str) -> bool:
             return False
         module = found
     return True
-
-
-def _function(value: Any) -> FunctionType | None:
-    """Return the function behind `partial`s, methods and decorators; None for what has no Python code."""
-    while isinstance(value, partial):
-        value = value.func
-    value = inspect.unwrap(value) if callable(value) else value
-    value = getattr(value, "__func__", value)
-    return value if isinstance(value, FunctionType) else None
-
-
-def _calls_attention(function: FunctionType | None) -> bool:
-    """Whether a function, or one of its own package that it calls, calls what computes attention."""
-    found: set[FunctionType] = set()
-    left = [function]
-    while left:
-        function = left.pop()
-        if function is None or function in found:
-            continue
-        found.add(function)
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
-        if any(map(_COMPUTES_ATTENTION.fullmatch, names)):
-            return True
-        package = _package(function)
-        if package != "torch":
-            called = [_function(function.__globals__.get(name)) for name in names]
-            left += [other for other in called if other is not None and _package(other) == package]
-    return False
-
-
-def _package(function: FunctionType) -> str:
-    return (function.__module__ or "").partition(".")[0]
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)

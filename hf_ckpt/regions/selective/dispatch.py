@@ -48,6 +48,8 @@ class RegionRun(Protocol):
 
     modules: list[str]
     """Globs that the modules which run now match, one entry for each module."""
+    outer: RegionRun | None
+    """The run that this one is inside of; None also where that is paused."""
 
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """Return what an operator returns; `call(*args, **kwargs)` runs it."""
@@ -118,10 +120,17 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstr
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if ACTIVE.run is None or self._ignores(function):
+        if self._ignores(function) or not self._is_active():
             return function(*args, **(kwargs or {}))
         assert self._run is not None, "it is entered"
         return self._run.run(operator_kind(function), args, kwargs or {}, function)
+
+    def _is_active(self) -> bool:
+        """Whether this run, or one inside of it, is the one that runs now: none is where all are paused."""
+        run = ACTIVE.run
+        while run is not None and run is not self._run:
+            run = run.outer
+        return run is not None
 
 
 class KernelInterception:

@@ -183,6 +183,7 @@ class _Run:
 
     def __init__(self, kept: KeptOutputs, saves: SaveRules) -> None:
         self.modules: list[str] = []
+        self.outer = ACTIVE.run
         self._kept = kept
         self._may_keep = may_keep(saves)
         self._calls = CallCounter()
