@@ -23,7 +23,7 @@ def has_router(modules: Iterable[nn.Module]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _routes(kind: type[nn.Module]) -> bool:
+def _routes(kind: type) -> bool:
     # What torch defines itself routes nothing.
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
     return any(not _WORDS.isdisjoint(words_of(base.__name__)) or class_calls(base, _CHOOSES) for base in own)

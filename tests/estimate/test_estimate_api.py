@@ -139,8 +139,8 @@ def test_where_frozen_weights_have_no_room_the_host_is_the_advice(tmp_path: Path
     enough = replace(CARD, memory_bytes=predictor.verdict(plan, predictor.capacity(CARD)).needed_bytes)
     assert enough.memory_bytes < predictor.weights_and_gradients
     *_, row = estimate(subject, [enough], silent, ["none"]).rows
-    said = "under any plan that leaves them there. With this line one fits, as simulated:\n  checkpointing.weights=cpu  # "
-    assert said in row.refusal
+    line = "With this line one fits, as simulated:\n  checkpointing.weights=cpu  # "
+    assert f"under any plan that leaves them there. {line}" in row.refusal
     assert row.refusal.endswith("of host memory")
     less = replace(CARD, memory_bytes=enough.memory_bytes // 2)
     *_, row = estimate(subject, [less], silent, ["none"]).rows
