@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError, shortened
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
-from hf_ckpt.loading.model import Found, find_config, rehearse
+from hf_ckpt.loading.model import EXPERTS_EVERYWHERE, Found, find_config, rehearse
 from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import LayerPlan, Plan
@@ -38,7 +38,7 @@ from hf_ckpt.verify.reduce_layers import KeptLayers, LoraSizes, adapters_of, mod
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
-_KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype", "num_labels")
+_KEPT_KEYS = ("trust_remote_code", "attn_implementation", "experts_implementation", "dtype", "num_labels")
 _MAX_PARAMETERS = 300_000_000  # Of a reduced model; it is trained several times, on a CPU.
 _MAX_ROWS = 2
 _TEXT_SHAPE = 2, 24
@@ -325,6 +325,8 @@ def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
         if attention not in (None, "eager", "sdpa"):
             model["attn_implementation"] = "sdpa"
             notes.append(f"attention sdpa in place of {attention}, which needs a GPU")
+        if model.get("experts_implementation") not in (None, *EXPERTS_EVERYWHERE):
+            notes.append(f"model.experts_implementation {model.pop('experts_implementation')} left out: it needs a GPU")
         if recipe.training.get("fp16"):
             # Autocast to one half type fails on tensors of the other.
             for section in (model, quantization):
