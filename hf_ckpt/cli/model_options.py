@@ -32,12 +32,7 @@ def add_model_options(
     for name, text in (("lora", on_attention), ("qlora", "LoRA over 4-bit weights")):
         method.add_argument(f"--{name}", type=count, nargs="?", const=DEFAULT_RANK, metavar="R", help=f"{text} (16)")
     method.add_argument("--full", action="store_const", const=True, help="all weights")
-    group.add_argument(
-        "--lora-experts",
-        action="store_const",
-        const=True,
-        help="LoRA on experts too",
-    )
+    group.add_argument("--lora-experts", action="store_const", const=True, help="LoRA on experts too")
     group.add_argument("--length", type=count, metavar="N", help=f"tokens of a sequence ({Training.length})")
     group.add_argument("--batch", type=count, metavar="N", help=f"sequences of a micro-batch ({Training.batch})")
     task = group.add_mutually_exclusive_group()

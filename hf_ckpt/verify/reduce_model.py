@@ -301,6 +301,14 @@ def _with_quantisation_of_config(recipe: Recipe, own: Values | None) -> tuple[Re
     return replace(recipe, quantization=section), []
 
 
+def _without_kernels(model: dict[str, Any]) -> Iterator[str]:
+    """Leave out of a `model` section how experts are computed where that needs a GPU that is not there."""
+    experts = model.get("experts_implementation")
+    if experts not in (None, *EXPERTS_EVERYWHERE) and not torch.accelerator.is_available():
+        del model["experts_implementation"]
+        yield f"model.experts_implementation {experts} left out: it needs a GPU"
+
+
 def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return a recipe that runs on this machine, on the CPU where there is no GPU, and a phrase for each change."""
     notes: list[str] = []
@@ -315,6 +323,7 @@ def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
         if training.pop("fsdp", None):
             notes.append("training.fsdp left out on one process (--processes 2 runs it)")
     model, quantization = dict(recipe.model), dict(recipe.quantization or {})
+    notes += _without_kernels(model)
     if not torch.accelerator.is_available():
         training = {key: value for key, value in training.items() if key not in ("tf32", "torch_empty_cache_steps")}
         training["use_cpu"] = True
@@ -325,8 +334,6 @@ def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
         if attention not in (None, "eager", "sdpa"):
             model["attn_implementation"] = "sdpa"
             notes.append(f"attention sdpa in place of {attention}, which needs a GPU")
-        if model.get("experts_implementation") not in (None, *EXPERTS_EVERYWHERE):
-            notes.append(f"model.experts_implementation {model.pop('experts_implementation')} left out: it needs a GPU")
         if recipe.training.get("fp16"):
             # Autocast to one half type fails on tensors of the other.
             for section in (model, quantization):
