@@ -28,16 +28,11 @@ def add_model_options(
     """Add how a model is trained, on what sizes and for what, to the parser of a command."""
     group = parser.add_argument_group(title, text)
     method = group.add_mutually_exclusive_group()
-    on = "linear layers; of a mixture of experts, on those of the attention"
-    for name, text in (("lora", f"LoRA of this rank on all {on}"), ("qlora", "the same over 4-bit weights")):
+    on_attention = "LoRA of this rank, in a mixture of experts on the attention"
+    for name, text in (("lora", on_attention), ("qlora", "LoRA over 4-bit weights")):
         method.add_argument(f"--{name}", type=count, nargs="?", const=DEFAULT_RANK, metavar="R", help=f"{text} (16)")
     method.add_argument("--full", action="store_const", const=True, help="all weights")
-    group.add_argument(
-        "--lora-experts",
-        action="store_const",
-        const=True,
-        help="LoRA on the experts of a mixture too, of this rank each",
-    )
+    group.add_argument("--lora-experts", action="store_const", const=True, help="LoRA on experts too")
     group.add_argument("--length", type=count, metavar="N", help=f"tokens of a sequence ({Training.length})")
     group.add_argument("--batch", type=count, metavar="N", help=f"sequences of a micro-batch ({Training.batch})")
     task = group.add_mutually_exclusive_group()

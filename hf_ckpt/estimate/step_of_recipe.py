@@ -25,6 +25,7 @@ from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.launch_sharding import describe_sharding, sharding_of
 from hf_ckpt.estimate.weights import Weights, weights_of
 from hf_ckpt.loading.model import (
+    EXPERTS_EVERYWHERE,
     Found,
     bits_and_bytes,
     find_config,
@@ -205,6 +206,8 @@ def random_base(recipe: Recipe, place: torch.device) -> Any:
 
 def _base(recipe: Recipe, found: Found, place: torch.device) -> Any:
     section = {key: found.section[key] for key in ("trust_remote_code",) if key in found.section}
+    if (experts := recipe.model.get("experts_implementation")) in EXPERTS_EVERYWHERE:
+        section["experts_implementation"] = experts
     wanted = recipe.model.get("attn_implementation")
     if wanted is not None:
         # Kernels that are installed only where there is a GPU have a stand-in.
@@ -303,6 +306,9 @@ def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
     wanted = recipe.model.get("attn_implementation")
     if wanted not in (None, *_EVERYWHERE):
         yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a token and head"
+    experts = recipe.model.get("experts_implementation")
+    if experts not in (None, *EXPERTS_EVERYWHERE):
+        yield "changed", f"experts as transformers computes them without {experts}, which needs a GPU"
 
 
 def describe_rows(step: Step) -> str:

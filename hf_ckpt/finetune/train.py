@@ -29,6 +29,7 @@ from hf_ckpt.finetune.adapter_gradients import AdapterGradients
 from hf_ckpt.finetune.micro_batch import check_auto, effective_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import explained
 from hf_ckpt.finetune.run_report import ProgressLines, RunSummary, measured_peak
+from hf_ckpt.loading.adapter_targets import unmatched_untold
 from hf_ckpt.loading.columns import (
     PreparedColumns,
     describe_lengths,
@@ -371,7 +372,7 @@ def _merge(recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokeniz
     from peft import PeftModel
 
     folder = _output_dir(args) / "merged"
-    with on_one_process():
+    with on_one_process(), unmatched_untold():
         base = load_base(recipe, is_quantized=False)
         merged = PeftModel.from_pretrained(base, str(args.output_dir)).merge_and_unload()
     merged.save_pretrained(folder)

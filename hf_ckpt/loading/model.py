@@ -65,6 +65,10 @@ _NEEDS_WEIGHTS = (
     *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
 )
+_KERNELS = ("attn_implementation", "experts_implementation")
+"""Keys that say what computes attention and experts. Left out, transformers chooses."""
+EXPERTS_EVERYWHERE = ("eager", "grouped_mm", "batched_mm")
+"""What can compute experts without a GPU."""
 # No tokenizer is there yet, and the shape of the layers does not depend on it.
 _NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
@@ -110,7 +114,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
     """Load the weights that `model.name_or_path` names."""
     name = recipe.model["name_or_path"]
-    options = source_options(recipe.model, "revision", "attn_implementation")
+    options = source_options(recipe.model, "revision", *_KERNELS)
     section = recipe.quantization if is_quantized else None
     if section is not None:
         options["quantization_config"] = bits_and_bytes(section)
@@ -240,7 +244,7 @@ def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, *
             "data.format: images, as the recipe qwen3_vl_8b_lora does."
         )
     config = fitting_config(auto, config)
-    options |= source_options(section, "attn_implementation")
+    options |= source_options(section, *_KERNELS)
     options["attn_implementation"] = fitting_attention(auto, config, options.get("attn_implementation"))
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         # A released config may leave it to that of generation; labels are shifted to the right behind it.

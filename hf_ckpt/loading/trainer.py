@@ -24,6 +24,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.loading.adapter_targets import unmatched_untold
 from hf_ckpt.loading.model import adapter_config, base_model, build_model
 from hf_ckpt.loading.sharding_engine import check_one_engine
 from hf_ckpt.recipe.recipe import Recipe
@@ -218,7 +219,8 @@ def make_trainer(
         given["ref_model"] = copy.deepcopy(model)
     kind = made_of or trainer_class(recipe)
     try:
-        return kind(**given)
+        with unmatched_untold():
+            return kind(**given)
     except (ValueError, NotImplementedError) as error:
         raise RecipeError(f"trainer {recipe.trainer}: trl refuses the recipe: {error}") from error
     except OSError as error:

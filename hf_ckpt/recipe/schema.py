@@ -48,6 +48,7 @@ _MODEL = {
     "tokenizer": str | dict | None,
     "dtype": Literal["auto", *DTYPES] | None,
     "attn_implementation": str | None,
+    "experts_implementation": str | None,
     "revision": str | None,
     "trust_remote_code": bool,
     "num_labels": int | None,

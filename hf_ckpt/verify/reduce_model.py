@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError, shortened
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
-from hf_ckpt.loading.model import Found, find_config, rehearse
+from hf_ckpt.loading.model import EXPERTS_EVERYWHERE, Found, find_config, rehearse
 from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import LayerPlan, Plan
@@ -38,7 +38,7 @@ from hf_ckpt.verify.reduce_layers import KeptLayers, LoraSizes, adapters_of, mod
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
-_KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype", "num_labels")
+_KEPT_KEYS = ("trust_remote_code", "attn_implementation", "experts_implementation", "dtype", "num_labels")
 _MAX_PARAMETERS = 300_000_000  # Of a reduced model; it is trained several times, on a CPU.
 _MAX_ROWS = 2
 _TEXT_SHAPE = 2, 24
@@ -302,6 +302,14 @@ def _with_quantisation_of_config(recipe: Recipe, own: Values | None) -> tuple[Re
     return replace(recipe, quantization=section), []
 
 
+def _without_kernels(model: dict[str, Any]) -> Iterator[str]:
+    """Leave out of a `model` section how experts are computed where that needs a GPU that is not there."""
+    experts = model.get("experts_implementation")
+    if experts not in (None, *EXPERTS_EVERYWHERE) and not torch.accelerator.is_available():
+        del model["experts_implementation"]
+        yield f"model.experts_implementation {experts} left out: it needs a GPU"
+
+
 def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return a recipe that runs on this machine, on the CPU where there is no GPU, and a phrase for each change."""
     notes: list[str] = []
@@ -316,6 +324,7 @@ def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
         if training.pop("fsdp", None):
             notes.append("training.fsdp left out on one process (--processes 2 runs it)")
     model, quantization = dict(recipe.model), dict(recipe.quantization or {})
+    notes += _without_kernels(model)
     if not torch.accelerator.is_available():
         training = {key: value for key, value in training.items() if key not in ("tf32", "torch_empty_cache_steps")}
         training["use_cpu"] = True

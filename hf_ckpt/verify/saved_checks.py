@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from hf_ckpt.loading.adapter_targets import unmatched_untold
 from hf_ckpt.loading.model import can_be_merged, load_base
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
@@ -99,7 +100,8 @@ def _check_reload(inputs: TrialInputs, trials: Trials) -> Check:
     keep_4bit_weights(base)
     # Virtual tokens that were saved are there to be used, and PEFT trains them no further.
     is_trainable = not inputs.recipe.has_virtual_tokens
-    model: Any = PeftModel.from_pretrained(base, str(trials.planned.saved), is_trainable=is_trainable)
+    with unmatched_untold():
+        model: Any = PeftModel.from_pretrained(base, str(trials.planned.saved), is_trainable=is_trainable)
     if inputs.setup is not None:
         inputs.setup(model)
     return _compare_logits("reload", "The adapter, loaded again onto its base, gives", inputs, trials, model)
@@ -164,7 +166,8 @@ def _check_merge(inputs: TrialInputs, planned: Record) -> Check:
         return Check("merge", "skip", f"PEFT merges no adapter of type {section['type']}.")
 
     plain = inputs.in_float32()
-    model: Any = PeftModel.from_pretrained(load_base(plain.recipe, is_quantized=False), str(planned.saved))
+    with unmatched_untold():
+        model: Any = PeftModel.from_pretrained(load_base(plain.recipe, is_quantized=False), str(planned.saved))
     adapted = _logits(plain, model, "cpu")
     with model.disable_adapter():
         without = _logits(plain, model, "cpu")

@@ -16,6 +16,10 @@ from hf_ckpt.estimate.estimate import facts_as_json
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.estimate.weights import weights_of
 from hf_ckpt.finetune import train
+from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.tokenizer import load_tokenizer
+from hf_ckpt.recipe.recipe import Training
+from hf_ckpt.upstream.transformers import experts_of
 from tests import small_recipes
 from tests.estimate.small_estimates import small_subject
 from tests.small_recipes import LORA
@@ -131,3 +135,21 @@ def test_estimate_inspect_and_the_run_say_the_same(
     train.finetune(recipe)
     printed = capsys.readouterr().out.splitlines()
     assert all(f"{name.capitalize()}: {text}" in printed for name, text in facts.items())
+
+
+@pytest.mark.parametrize(("wanted", "runs"), [(None, "grouped_mm"), ("eager", "eager"), ("batched_mm", "batched_mm")])
+def test_experts_are_computed_as_the_run_computes_them_and_that_is_said(
+    wanted: str | None, runs: str, tmp_path: Path
+) -> None:
+    model = {"config": MIXTURE, **({} if wanted is None else {"experts_implementation": wanted})}
+    recipe = load_recipe(small_recipes.write(tmp_path, model=model, lora=ON_EXPERTS, checkpointing=None))
+    subject = subject_of(recipe)
+    assert dict(subject.facts)["versions"].endswith(f"attention by sdpa, experts by {runs}")
+    real = build_model(recipe, load_tokenizer(recipe.model, recipe.data, cache_dir=tmp_path))
+    assert experts_of(real.config) == experts_of(subject.model.config) == runs
+
+
+def test_gpt_oss_answers_with_the_attention_that_it_has() -> None:
+    subject = subject_of(Training().recipe_for("openai/gpt-oss-20b"))
+    assert dict(subject.facts)["versions"].endswith("attention by eager, experts by grouped_mm")
+    assert dict(subject.facts)["experts"] == "19.1 B in bfloat16: 32 in each of 24 layers, frozen"

@@ -165,3 +165,15 @@ def test_patterns_that_peft_adds_itself_are_not_warned_of(tmp_path: Path) -> Non
     # A warning is an error here.
     model = rehearse(recipe, recipe.model)
     assert any("experts.base_layer.lora_A" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.sweep(keep=1)
+@pytest.mark.parametrize("trainer", ["dpo"])
+def test_trl_and_merging_warn_of_nothing(trainer: str, tmp_path: Path, bases: dict[str, Path]) -> None:
+    # PEFT adds patterns of its own for the experts that it makes of `all-linear`.
+    lora = {"r": 4, "target_modules": "all-linear"}
+    model = small_recipes.on_weights(bases["mixtral"])
+    recipe = small_recipes.of_trainer(tmp_path, trainer, lora=lora, model=model, checkpointing=None)
+    summary = train.finetune(load_recipe(recipe, ["training.max_steps=1"]), is_merged=True)
+    assert summary.merged is not None
+    assert (summary.merged / "config.json").is_file()
