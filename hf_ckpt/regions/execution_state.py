@@ -72,8 +72,8 @@ def is_in_backward() -> bool:
     return bool(current_graph_task_id() != NO_BACKWARD)
 
 
-class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
-    """Stops a recomputation once the last tensor that backward needs is there."""
+class AllRecomputed(BaseException):
+    """Stops a recomputation once the last tensor that backward needs is there. No error: code inside is to miss it."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -240,18 +240,6 @@ class HostRandomState:
                 if was != now:
                     write(state)
 
-    @staticmethod
-    @contextmanager
-    def put_back(start: HostRandomState | None) -> Iterator[None]:
-        """Let nothing after the block notice what it draws. It starts from `start`, or from the state that there is."""
-        found = HostRandomState.now()
-        try:
-            if start is not None:
-                start.restore()
-            yield
-        finally:
-            found.restore()
-
     def others_than(self, other: HostRandomState) -> list[str]:
         """Name the generators that are in another state than they were."""
         names = [name for name, *_ in _HOST_GENERATORS]
@@ -369,22 +357,18 @@ class RandomState:
                 found.restore()
 
     @contextmanager
-    def brought_back(self, *, host: bool = True) -> Iterator[None]:
-        """Let the block draw what was drawn from this state on, and nothing after it notice.
-
-        Without `host` Python's and numpy's generators go on from where they are.
-        """
+    def brought_back(self) -> Iterator[None]:
+        """Let the block draw what was drawn from this state on, and nothing after it notice."""
         devices = list(self.devices)
         forked = torch.random.fork_rng(devices, device_type=self.device_type) if devices else nullcontext()
-        with HostRandomState.put_back(self.host if host else None), forked:
-            cpu = torch.get_rng_state()
+        with forked:
+            cpu, host = torch.get_rng_state(), HostRandomState.now()
             try:
-                torch.set_rng_state(self.cpu)
-                if devices:
-                    set_device_states(devices, list(self.device_states), device_type=self.device_type)
+                self.restore()
                 yield
             finally:
                 torch.set_rng_state(cpu)
+                host.restore()
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import copy
 import inspect
 import threading
 from collections import UserDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,14 +36,13 @@ from hf_ckpt.regions.execution_state import (
     module_of,
     refuse_transforms,
     started_again,
-    tensors_in,
     untransformed,
 )
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.regions.recomputation_errors import is_for_others
 from hf_ckpt.regions.routing import KeptRouting, may_vary
-from hf_ckpt.regions.saved_tensors import NO_CONTEXTS, Checkpoint, Contexts, GradientInside, hooks_exchanged
+from hf_ckpt.regions.saved_tensors import NO_CONTEXTS, Checkpoint, Contexts, GradientInside, own_hooks_away
 from hf_ckpt.upstream.torch import ALLOWS_NO_HOOKS, tree_map_only
 from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
 
@@ -198,8 +198,7 @@ class _ModuleOutputs:
     """What the kept modules returned in one call of the layer, in the order in which they ran."""
 
     def __init__(self) -> None:
-        self._returned: list[tuple[Any, RandomState, GivenBits]] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._returned: list[tuple[Any, RandomState, GivenState, GivenBits]] = []
         self._is_complete = False
         self._next = 0
 
@@ -218,7 +217,7 @@ class _ModuleOutputs:
         return returned
 
     def _check_untouched(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(state.find_change() for *_, state, _ in self._returned):
             self._refuse_written()
 
     def _refuse_written(self) -> NoReturn:
@@ -230,29 +229,37 @@ class _ModuleOutputs:
     def of(self, forward: Function, args: Any, kwargs: Any) -> Any:
         """Return the output of the kept module that runs now."""
         if self._is_complete:
-            output, random_state, bits = self._returned[self._next]
+            output, random_state, state, bits = self._returned[self._next]
             self._next += 1
-            differ = bits.differ(tensors_in(output))
+            differ = bits.differ(state.tensors())
             if isinstance(differ, Tensor):
                 self._add_error(differ, self._refuse_written)
             elif differ:
                 self._refuse_written()
             # What follows must see the random numbers that it saw after the attention had drawn its own.
             random_state.restore()
-            return output
-        # Autograd saves there as usual.
-        with hooks_exchanged():
+            return _copied(output)
+        with own_hooks_away():
             output = forward(*args, **kwargs)
-        detached = tree_map_only(Tensor, _detached, output)
-        self._returned.append((detached, RandomState.of(detached), GivenBits(tensors_in(detached))))
+        detached = _copied(output, is_detached=True)
         # A detached tensor shares its version counter with the tensor that the layer goes on with.
-        self._versions.extend((tensor, tensor._version) for tensor in tensors_in(detached))
+        state = GivenState({0: detached})
+        self._returned.append((detached, RandomState.of(detached), state, GivenBits(state.tensors())))
         return output
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, so that keeping it keeps nothing else."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _copied(output: Any, *, is_detached: bool = False) -> Any:
+    """Return what a module returned, so that a layer may put something else into it.
+
+    With `is_detached` its tensors are without their graph, so that keeping them keeps nothing else.
+    """
+    if isinstance(output, Tensor):
+        return output.detach().requires_grad_(output.requires_grad) if is_detached else output
+    if is_dataclass(output) and hasattr(output, "__dict__") and not isinstance(output, Mapping):
+        copied = copy.copy(output)
+        vars(copied).update({name: _copied(each, is_detached=is_detached) for name, each in vars(output).items()})
+        return copied
+    return tree_map_only(Tensor, partial(_copied, is_detached=is_detached), output)
 
 
 # --- A call, kept so that it can be run again. ---
@@ -487,6 +494,7 @@ def _layer_of(function: Function, args: Sequence[Any]) -> nn.Module | None:
 def belongs_to_graph(place: int | str, value: Any) -> bool:
     """Whether an argument is handed to autograd; see `split_call`."""
     # Masks and rotary tables come by keyword and are shared by all layers; hidden states come either way.
-    if not isinstance(value, Tensor):
+    # What was made in inference mode autograd refuses to save; nobody can write to it.
+    if not isinstance(value, Tensor) or value.is_inference():
         return False
     return value.requires_grad or (isinstance(place, int) and value.is_floating_point())

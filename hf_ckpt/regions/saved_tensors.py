@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from hf_ckpt.regions.execution_state import (
     AllRecomputed,
     AutocastState,
     Function,
-    HostRandomState,
     RandomState,
     recomputing,
 )
@@ -76,7 +75,6 @@ class Checkpoint:
         "__weakref__",
         "_autocast",
         "_contexts",
-        "_draws_on_host",
         "_inputs",
         "_is_forward",
         "_meta",
@@ -99,7 +97,6 @@ class Checkpoint:
         stops_early: bool | None = getattr(torch.utils.checkpoint, STOPS_EARLY, None)
         self._stops_early = (proof is None or not proof.runs_to_end) if stops_early is None else stops_early
         self._is_forward = True
-        self._draws_on_host = True
         self._meta: list[_Meta] = []
 
     def forward(
@@ -120,7 +117,6 @@ class Checkpoint:
                 returned = self._run(*tensors)
         finally:
             self._is_forward = False
-        self._draws_on_host = HostRandomState.now() is not self._random_state.host
         return returned
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
@@ -156,19 +152,16 @@ class Checkpoint:
         compiles = has_compiled()
         run = partial(run_uncompiled, self._run) if compiles else self._run
         tensors = self._inputs.tensors()
-        try:
-            with (
-                saved_tensors_hooks(collector.take_uncompiled if compiles else collector.take, _as_it_is),
-                torch.enable_grad(),
-                # If the forward drew nothing from the host's, what is kept of it (`_ModuleOutputs`) may still set them.
-                self._random_state.brought_back(host=self._draws_on_host),
-                self._autocast.restored(),
-                self._contexts[1],
-                recomputing(),
-            ):
-                run(*tensors)
-        except AllRecomputed:
-            pass
+        with (
+            saved_tensors_hooks(collector.take_uncompiled if compiles else collector.take, _as_it_is),
+            torch.enable_grad(),
+            self._random_state.brought_back(),
+            self._autocast.restored(),
+            self._contexts[1],
+            recomputing(),
+            until_stopped(collector),
+        ):
+            run(*tensors)
         if collector.num_taken != len(self._saved):
             raise CheckpointError(f"{collector.num_taken} tensors are saved where the forward saved {len(self._saved)}")
         if collector.meta != self._meta:
@@ -182,9 +175,13 @@ class Checkpoint:
 
 
 class _Collector:
-    """Takes what one recomputation saves, in the order of the forward."""
+    """Takes what one recomputation saves, in the order of the forward.
 
-    __slots__ = ("_key", "_proof", "_saved", "_stops_early", "meta", "num_taken")
+    Note [noise]: `rrelu` saves the memory for its noise, then its input, and draws after that; no version tells (torch
+    2.13). Who stops there would leave the noise undefined. So where the last two are like these, it runs to the end.
+    """
+
+    __slots__ = ("_key", "_may_be_noise", "_proof", "_saved", "_stops_early", "meta", "num_taken")
 
     def __init__(
         self, key: Hashable, saved: list[weakref.ref[_Placeholder]], stops_early: bool, proof: CallProof | None
@@ -195,21 +192,36 @@ class _Collector:
         self._proof = proof
         self.num_taken = 0
         self.meta: list[_Meta] = []
+        self._may_be_noise = False
+
+    @property
+    def stops(self) -> bool:
+        """See `Collector`."""
+        return self._stops_early and self.num_taken == len(self._saved)
 
     def take(self, tensor: Tensor) -> Tensor:
         """Take what autograd saves; raises `AllRecomputed` where nothing more is needed."""
         number, saved = self.num_taken, self._saved
         if number == len(saved):
+            if self.stops:
+                # Whatever ran has caught it, and goes on.
+                raise AllRecomputed
             raise CheckpointError(f"more tensors are saved than the {number} that the forward saved")
         self.num_taken = number + 1
+        meta = tensor.shape, tensor.dtype, tensor.device
+        if number + 2 == len(saved):
+            self._may_be_noise = not tensor.requires_grad
+        elif number + 1 == len(saved) and self._may_be_noise and tensor.requires_grad and meta == self.meta[-1]:
+            # See the note on noise.
+            self._stops_early = False
+        self.meta.append(meta)
         # Detached: a node that holds its own output would keep itself alive for ever.
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.meta.append((tensor.shape, tensor.dtype, tensor.device))
         placeholder = saved[number]()
         if placeholder is not None:
             placeholder[self._key] = tensor
         if number + 1 == len(saved):
-            if self._stops_early:
+            if self.stops:
                 raise AllRecomputed
             if self._proof is not None:
                 self._proof.after_last_needed()
@@ -219,6 +231,27 @@ class _Collector:
     def take_uncompiled(self, tensor: Tensor) -> Tensor:
         """Do so where a compiler may be at work."""
         return self.take(tensor)
+
+
+class Collector(Protocol):
+    """Takes what a recomputation saves, and stops it."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether it has what is needed, and nothing more is to run."""
+
+
+@contextmanager
+def until_stopped(collector: Collector) -> Iterator[None]:
+    """Leave the block where the recomputation in it is stopped."""
+    try:
+        yield
+    except AllRecomputed:
+        pass
+    except Exception:
+        # Else it is of a layer that has caught what stopped it, and raises something else in its place.
+        if not collector.stops:
+            raise
 
 
 def _as_it_is(value: Any) -> Any:
@@ -275,21 +308,32 @@ class _SaveForBackward(torch.autograd.Function):
 # --- Hooks in the place of others. ---
 
 
+# The public `saved_tensors_hooks` can only be stacked: hooks on top would hide the tensors from hooks that the user
+# placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
+
+
 @contextmanager
-def hooks_exchanged(*own: Any) -> Iterator[None]:
-    """Put other saved-tensor hooks in the place of the innermost ones for the block; none take those away."""
-    # The public `saved_tensors_hooks` can only be stacked: hooks on top would hide the tensors from hooks that the user
-    # placed around the region (offloading, measuring), and switch off autograd's check for in-place changes.
-    found = top_saved_tensors_hooks(False)
+def own_hooks_away() -> Iterator[None]:
+    """Let autograd save in the block as if the innermost region were none: with the hooks inside and around of it."""
+    # A layer may have placed some of its own since.
+    inside: list[Any] = []
+    while not _are_own(found := top_saved_tensors_hooks(False)):
+        inside.append(found)
+        pop_saved_tensors_hooks()
     pop_saved_tensors_hooks()
-    if own:
-        push_saved_tensors_hooks(*own)
+    for each in reversed(inside):
+        push_saved_tensors_hooks(*each)
     try:
         yield
     finally:
-        if own:
+        for _ in inside:
             pop_saved_tensors_hooks()
-        push_saved_tensors_hooks(*found)
+        for each in (found, *reversed(inside)):
+            push_saved_tensors_hooks(*each)
+
+
+def _are_own(hooks: Any) -> bool:
+    return getattr(hooks[0], "__module__", None) == __name__
 
 
 # --- Gradients that a forward takes inside of itself. ---
@@ -322,10 +366,13 @@ def held_saved_tensors() -> Iterator[None]:
         tensor: Tensor = unpack(found.packed) if found.tensor is None else found.tensor
         return tensor
 
+    pop_saved_tensors_hooks()
+    push_saved_tensors_hooks(pack_and_hold, unpack_held)
     try:
-        with hooks_exchanged(pack_and_hold, unpack_held):
-            yield
+        yield
     finally:
+        pop_saved_tensors_hooks()
+        push_saved_tensors_hooks(pack, unpack)
         for each in held:
             if (found := each()) is not None:
                 found.tensor = None

@@ -48,7 +48,13 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.recompute import Call, holding_if_needed, run_checkpointed, run_watched, split_call
 from hf_ckpt.regions.routing import KeptRouting
-from hf_ckpt.regions.saved_tensors import GradientInside, held_saved_tensors, save_inputs, saved_behind
+from hf_ckpt.regions.saved_tensors import (
+    GradientInside,
+    held_saved_tensors,
+    save_inputs,
+    saved_behind,
+    until_stopped,
+)
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -209,7 +215,8 @@ class _Link:
         self.random_state.restore()
         with self._autocast.restored(), collector.hooks(None if self._nested else self._proof):
             returned = self.run(call, tensors)
-        collector.stop_if_done()
+        if collector.is_done and collector.may_stop:
+            raise AllRecomputed
         return returned
 
     def run(self, call: Call, tensors: list[Tensor]) -> Any:
@@ -328,22 +335,21 @@ class _Segment:
         collector = _Collector(self._placeholders, self._meta, self._firsts[start], saved)
         with recomputing(), untransformed(), self._links[0].random_state.kept(), torch.enable_grad():
             try:
-                for number, link in enumerate(self._links[start:], start):
-                    if self._num_snapshots is not None:
-                        # What the layer before has made of its graph goes here.
-                        outputs = link.taken_from(outputs)
-                        if number in collector.links and number not in (start, trigger):
-                            self._snapshots[number] = outputs
-                    # An engine must see the end of each layer's forward, except for the one in its backward.
-                    collector.may_stop = number == trigger
-                    outputs = tensors_in(link.replay(self._runner, outputs, collector))
-                    if self._num_snapshots is not None and number + 1 < trigger:
-                        # The next one's turn comes next.
-                        link.let_go(self._runner)
-                    if collector.is_done:
-                        break
-            except AllRecomputed:
-                pass
+                with until_stopped(collector):
+                    for number, link in enumerate(self._links[start:], start):
+                        if self._num_snapshots is not None:
+                            # What the layer before has made of its graph goes here.
+                            outputs = link.taken_from(outputs)
+                            if number in collector.links and number not in (start, trigger):
+                                self._snapshots[number] = outputs
+                        # An engine must see the end of each layer's forward, except for the one in its backward.
+                        collector.may_stop = number == trigger
+                        outputs = tensors_in(link.replay(self._runner, outputs, collector))
+                        if self._num_snapshots is not None and number + 1 < trigger:
+                            # The next one's turn comes next.
+                            link.let_go(self._runner)
+                        if collector.is_done:
+                            break
             except CheckpointError as error:
                 link.explain(error)
         if (missing := collector.missing()) is not None:
@@ -385,6 +391,7 @@ class _Collector:
         self._needed = max(self._wanted) + 1
         self.links = {link for _, link in alive if link in links}
         self.may_stop = False
+        self._may_be_noise = False
         self._proof: CallProof | None = None
 
     @property
@@ -397,12 +404,20 @@ class _Collector:
         self._proof = proof
         return saved_tensors_hooks(self.take, _identity)
 
-    def stop_if_done(self) -> None:
-        """Stop the recomputation if nothing more is needed and it may stop."""
-        if self.is_done and self.may_stop:
-            raise AllRecomputed
+    @property
+    def stops(self) -> bool:
+        """See `Collector`."""
+        return self.is_done and self.may_stop and (self._proof is None or not self._proof.runs_to_end)
 
     def take(self, tensor: Tensor) -> Tensor:
+        if self.stops:
+            # Whatever ran has caught it, and goes on.
+            raise AllRecomputed
+        if self._taken + 2 == self._needed:
+            self._may_be_noise = not tensor.requires_grad
+        elif self._taken + 1 == self._needed and self._may_be_noise and tensor.requires_grad:
+            # See the note on noise in `saved_tensors`.
+            self.may_stop &= self._meta[self._taken] != self._meta[self._taken - 1]
         # Detached: a node that holds its own output would keep itself alive for ever.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         if self._taken < len(self._meta):
@@ -411,9 +426,9 @@ class _Collector:
             if placeholder is not None and self._taken in self._wanted:
                 placeholder.value = tensor
         self._taken += 1
-        if self._proof is None or not self._proof.runs_to_end:
-            self.stop_if_done()
-        elif self.is_done and self.may_stop:
+        if self.stops:
+            raise AllRecomputed
+        if self._proof is not None and self.is_done and self.may_stop:
             self._proof.after_last_needed()
         return tensor
 

@@ -81,8 +81,24 @@ def masks_by_numpy(model: nn.Module) -> None:
         layer.post_attention_layernorm.register_forward_hook(hook)
 
 
+def looks_ahead(model: nn.Module) -> None:
+    """Draw, and put the generators back: their states tell nothing of that."""
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        states = random.getstate(), np.random.get_state()
+        out = out * random.random() * float(np.random.rand())
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        return out
+
+    for layer in layers_of(model):
+        layer.self_attn.v_proj.register_forward_hook(hook)
+        layer.mlp.up_proj.register_forward_hook(hook)
+        layer.register_forward_hook(lambda module, args, out: out * random.random())
+
+
 @EACH_REGION
-@pytest.mark.parametrize("late", [drops_layers, masks_by_numpy])
+@pytest.mark.parametrize("late", [drops_layers, masks_by_numpy, looks_ahead])
 @pytest.mark.parametrize("prove", ["off", 1])
 @pytest.mark.sweep(keep=12)
 def test_numbers_of_python_and_numpy_are_drawn_again(late: Late, region: str, prove: Any) -> None:

@@ -133,6 +133,17 @@ def test_an_input_that_is_written_to_is_noticed(inputs: Tensor) -> None:
         returned.sum().backward()
 
 
+def test_a_table_that_was_made_in_inference_mode_is_no_part_of_the_graph(inputs: Tensor) -> None:
+    with torch.inference_mode():
+        table = torch.linspace(0, 1, 4)
+    linear = nn.Linear(4, 4)
+    steps = [
+        run(lambda x, shift: linear(x + shift), inputs, table) for run in (recompute, lambda run, *args: run(*args))
+    ]
+    found, expected = (torch.autograd.grad(step.square().sum(), [inputs, linear.weight]) for step in steps)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("has_backward", [False, True])
 def test_nothing_outlives_the_graph(inputs: Tensor, has_backward: bool) -> None:
     gc.collect()
