@@ -58,7 +58,9 @@ def check_config(recipe: Recipe) -> None:
 
 def may_have_experts(section: Mapping[str, Any]) -> bool:
     """Tell whether a `model` section may name a mixture of experts, by its config as far as it is here."""
-    name = section["name_or_path"]
+    name = section.get("name_or_path")
+    if name is None:
+        return _counts_experts(section.get("config"))
     folder = Path(name) if Path(name).is_dir() else in_hub_cache(name, section.get("revision"))
     try:
         fields = (
