@@ -111,7 +111,8 @@ def longest_rows(card: str) -> dict[str, Any]:
         allowed = allowed_by(options)
         predictor = predictor_of("llama3_8b_qlora", 2048, device, allowed)
         found.append(largest_of_all(predictor, predictor.capacity(device), is_length=True).number)
-    return _against(found)
+    # No row is longer than the model has positions.
+    return {**_against(found), "positions": predictor.subject.longest}
 
 
 def against_fixed() -> list[dict[str, Any]]:
