@@ -8,6 +8,7 @@ of a layer's fetch is measured on this machine's CPU, with tiny tensors: bookkee
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -194,10 +195,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Predict and measure, and write the result after each part."""
-    found = describe()
+    """Predict and measure, and write the result after each part. Parts that are not asked for stay as they were."""
+    before = json.loads(options.out.read_text()) if options.only and options.out.is_file() else {}
+    found = {**before, **describe()}
+    commits = found["commits"] = dict.fromkeys(SECTIONS.keys() & before.keys(), before.get("commit")) | before.get(
+        "commits", {}
+    )
     for name in options.only or SECTIONS:
-        found[name] = SECTIONS[name]()
+        found[name], commits[name] = SECTIONS[name](), found["commit"]
         write(options.out, found)
 
 
