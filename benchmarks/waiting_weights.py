@@ -8,6 +8,7 @@ of a layer's fetch is measured on this machine's CPU, with tiny tensors: bookkee
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -111,7 +112,8 @@ def longest_rows(card: str) -> dict[str, Any]:
         allowed = allowed_by(options)
         predictor = predictor_of("llama3_8b_qlora", 2048, device, allowed)
         found.append(largest_of_all(predictor, predictor.capacity(device), is_length=True).number)
-    return _against(found)
+    # No row is longer than the model has positions.
+    return {**_against(found), "positions": predictor.subject.longest}
 
 
 def against_fixed() -> list[dict[str, Any]]:
@@ -193,10 +195,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Predict and measure, and write the result after each part."""
-    found = describe()
+    """Predict and measure, and write the result after each part. Parts that are not asked for stay as they were."""
+    before = json.loads(options.out.read_text()) if options.only and options.out.is_file() else {}
+    found = {**before, **describe()}
+    commits = found["commits"] = dict.fromkeys(SECTIONS.keys() & before.keys(), before.get("commit")) | before.get(
+        "commits", {}
+    )
     for name in options.only or SECTIONS:
-        found[name] = SECTIONS[name]()
+        found[name], commits[name] = SECTIONS[name](), found["commit"]
         write(options.out, found)
 
 

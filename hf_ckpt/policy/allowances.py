@@ -163,10 +163,11 @@ def allowed_in(plan: Plan) -> Allowed:
     """Return what another plan may hold where the user's own policy made this one: what this one holds."""
     entries = [entry for stack in plan.stacks for entry in stack.layers]
     offload = next((entry.offload for entry in entries if entry.offload is not None), None)
+    weights = next((entry.weights for entry in entries if entry.weights is not None), None)
     return Allowed(
         offload=offload,
-        weights=next((entry.weights for entry in entries if entry.weights is not None), None),
-        embedding=plan.embedding,
+        weights=weights,
+        embedding=None if weights is None and plan.embedding is EmbeddingPlace.DEVICE else plan.embedding,
         tiles=True if any(entry.tiles is not None for entry in entries) else None,
         head=True if plan.head is HeadMode.CHUNKED else None,
     )

@@ -20,7 +20,7 @@ from hf_ckpt.planner.layer_costs import offloaded
 from hf_ckpt.planner.peak_formulas import predict
 from hf_ckpt.planner.search import Planned, StepPlanner
 from hf_ckpt.policy.allowances import Allowed, allowed_by, allowed_in
-from hf_ckpt.policy.options import HeadMode, Offload
+from hf_ckpt.policy.options import EmbeddingPlace, HeadMode, Offload, Weights
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import find_device
@@ -80,6 +80,7 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "with_chunked_head", chunked)
     monkeypatch.setattr(StepSimulator, "plan_of", lambda simulator, policy: TEMPLATE)
     monkeypatch.setattr(StepSimulator, "waiting_bytes", lambda simulator: [])
+    monkeypatch.setattr(StepSimulator, "table_bytes", 0)
 
 
 def plan_within(mib: int, **allowed: Any) -> Planned:
@@ -235,3 +236,7 @@ def test_plan_of_the_users_grants_what_it_holds() -> None:
         offload=Offload(), tiles=True, head=True
     )
     assert allowed_in(TEMPLATE) == Allowed()
+    waiting = Plan("Made", (StackPlan("layers", (LayerPlan(weights=Weights()),)),))
+    assert allowed_in(waiting) == Allowed(weights=Weights(), embedding=EmbeddingPlace.DEVICE)
+    moved = replace(TEMPLATE, embedding=EmbeddingPlace.CPU)
+    assert allowed_in(moved) == Allowed(embedding=EmbeddingPlace.CPU)

@@ -294,13 +294,15 @@ class PinningError(Exception):
 class PinnedPages(HostAllocation):
     """Whole pages of this process, pinned by the driver, which raises a `PinningError` where it does not.
 
-    `pin_memory` of torch rounds up to a power of two (1.2 GiB take 2). Pages are not shared with forked processes (data
-    loaders), whose copy-on-write would move them away from where the device writes; with `in_forks` they are.
+    `pin_memory` of torch rounds up to a power of two (1.2 GiB take 2). Forked processes (data loaders) do not have the
+    pages: copy-on-write would move them away from where the device writes. With `in_forks` they have the same ones.
     """
 
     def __init__(self, num_bytes: int, *, in_forks: bool = False) -> None:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Of private pages that are pinned Linux makes a copy for each process when it forks, from 5.9 on.
+        flags = mmap.MAP_SHARED if in_forks else mmap.MAP_PRIVATE
+        pages = mmap.mmap(-1, size, flags=flags | mmap.MAP_ANONYMOUS)
         _advise(pages, in_forks=in_forks)
         super().__init__(torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes))
         address = self.bytes.data_ptr()

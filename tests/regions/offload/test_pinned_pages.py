@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 import warnings
 
@@ -55,6 +56,24 @@ def test_pages_are_pinned_whole_and_unpinned_once(monkeypatch: pytest.MonkeyPatc
     kept.free()
     kept.free()
     assert driver.pinned == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are pinned on Linux")
+def test_forked_processes_have_the_same_pages_and_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pages = PinnedPages(2**16, in_forks=True)
+    pages.bytes.fill_(7)
+    child = os.fork()
+    if not child:
+        is_seen = bool((pages.bytes == 7).all())
+        # Nobody writes there but to see whose pages they are.
+        pages.bytes[0] = 8
+        os._exit(0 if is_seen else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pages.bytes[0] == 8
+    pages.free()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are pinned on Linux")
