@@ -52,7 +52,7 @@ def inspect_report(recipe: Recipe, names: Mapping[str, str]) -> str:
     with tempfile.TemporaryDirectory(prefix="hf_ckpt-inspect-") as folder:
         full = build_on_meta(wanted, write_config(config_fields(found.config), wanted, found, Path(folder)))
     stacks = full.stacks or find_layers(full.model, **names)
-    head = f"{full.class_name}, {full.num_parameters:,} parameters, config from {found.source}"
+    head = f"{full.class_name}, config from {found.source}"
     subject = _subject(recipe, names)
     # What cannot be simulated is built as it is, on this machine.
     weights = weights_of(full.model) if isinstance(subject, HFCkptError) else subject.weights

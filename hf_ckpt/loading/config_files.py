@@ -70,7 +70,8 @@ def may_have_experts(section: Mapping[str, Any]) -> bool:
         )
     except (OSError, ValueError):
         return False
-    return fields is None or _counts_experts(fields)
+    # What cannot be had is refused elsewhere, before anything large is imported.
+    return is_reachable() if fields is None else _counts_experts(fields)
 
 
 def _counts_experts(fields: object) -> bool:

@@ -72,8 +72,12 @@ def is_in_backward() -> bool:
     return bool(current_graph_task_id() != NO_BACKWARD)
 
 
-class AllRecomputed(BaseException):
-    """Stops a recomputation once the last tensor that backward needs is there. No error: code inside is to miss it."""
+class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
+    """Stops a recomputation once the last tensor that backward needs is there.
+
+    An `Exception`: for others torch leaves out forward hooks that are always to be called. A layer may catch it, see
+    `saved_tensors.until_stopped`.
+    """
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -273,7 +273,9 @@ def test_inspect_shows_layers_parts_modes_and_plan(tmp_path: Path, capsys: pytes
     norms = "input_layernorm, post_attention_layernorm"
     assert head == textwrap.dedent(
         """\
-        LlamaForCausalLM, 2,083,104 parameters, config from model.config
+        LlamaForCausalLM, config from model.config
+          weights  54,304 parameters in float32
+          trained  all in float32
 
         model.layers: 4 layers (decoder, language)
           0 to 3      LlamaDecoderLayer; attention: self_attn; ffn: mlp
