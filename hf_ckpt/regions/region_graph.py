@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.regions.module_state import gradient_hooks_away
 from hf_ckpt.regions.put_back import put_container_back
-from hf_ckpt.upstream.torch import sequence_number, will_engine_execute_node
+from hf_ckpt.upstream.torch import FakeTensor, sequence_number, will_engine_execute_node
 
 # What a gradient is for: an argument, by its place, or a weight, by its id.
 Key = Hashable
@@ -106,6 +106,9 @@ def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     are collected meanwhile, which would make them old. What only the graph holds, as the base of a view, is in Python's
     list of objects too; nothing of Python refers to it.
     """
+    if any(isinstance(each, FakeTensor) for each in outputs):
+        # Nobody collects tensors of a simulated step, whose events would take most of the time here.
+        return False
     known = set(map(id, outputs))
     young = gc.get_objects(generation=0)
     # A hundred thousand objects have a few hundred types.
