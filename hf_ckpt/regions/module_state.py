@@ -20,6 +20,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -369,8 +370,10 @@ class _Layout:
         self._num_parameters = len(self._places)
         for module in self.modules:
             for name, buffer in module._buffers.items():
-                # Small ones are brought back, and need not be compared.
-                if buffer is not None and not buffer.is_meta and buffer.nbytes > SMALL_BYTES:
+                # Small ones are brought back, and need not be compared; sparse ones are not.
+                if buffer is None or buffer.is_meta:
+                    continue
+                if buffer.layout is not torch.strided or buffer.nbytes > SMALL_BYTES:
                     self._add(module._buffers, paths[module], name)
 
     def _add(self, place: dict[str, Any], path: str, name: str) -> None:
@@ -584,8 +587,12 @@ class _Note:
             name = self._layout.names[position]
             if self._layout.is_buffer(position):
                 # DDP broadcasts the first process's buffers before each forward, mostly with the same values.
-                differ = tensor is None or fingerprints.have_other_values(
-                    self._fingerprints[position], state.fingerprint_of(position, tensor, now)
+                differ = (
+                    tensor is None
+                    or tensor.layout is not torch.strided
+                    or fingerprints.have_other_values(
+                        self._fingerprints[position], state.fingerprint_of(position, tensor, now)
+                    )
                 )
                 if isinstance(differ, Tensor):
                     state.errors.add(differ, partial(state.refuse, _OTHER_BUFFERS, [name], _BEFORE_THAT))

@@ -405,7 +405,8 @@ class OriginalCall:
                 self._random_state.brought_back(),
                 self._autocast.restored(),
                 gradient_hooks_put_back(self._module.parameters()),
-                HooksNoted(self._note_hook),
+                # Once there is one, no backward goes through this run.
+                HooksNoted(self._note_hook, leaves_out=not self.state.takes_gradients),
                 saved_tensors_hooks(*(KEEP if keeps or self.state.takes_gradients else _DROP)),
                 self.state.as_in_forward(),
             ):

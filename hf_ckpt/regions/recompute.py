@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions.arguments import GivenBits, GivenState, is_cache, is_filled
@@ -41,9 +42,10 @@ from hf_ckpt.regions.execution_state import (
 from hf_ckpt.regions.fingerprints import BitSum
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.regions.recomputation_errors import is_for_others
+from hf_ckpt.regions.region_graph import HooksNoted
 from hf_ckpt.regions.routing import KeptRouting, may_vary
 from hf_ckpt.regions.saved_tensors import NO_CONTEXTS, Checkpoint, Contexts, GradientInside, own_hooks_away
-from hf_ckpt.upstream.torch import ALLOWS_NO_HOOKS, tree_map_only
+from hf_ckpt.upstream.torch import ALLOWS_NO_HOOKS, has_compiled, tree_map_only
 from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
 
 if TYPE_CHECKING:
@@ -285,6 +287,7 @@ class Call:
         "_in_parts",
         "_others",
         "_places",
+        "_places_hooks",
         "has_run",
         "made_again",
         "routing",
@@ -299,6 +302,8 @@ class Call:
         self._arguments = rest
         self._places = places
         self._in_parts = in_parts
+        # Unless the forward tells: another call may have run in its place.
+        self._places_hooks = True
         self._context = ForwardContext()
         self._bits: tuple[GivenBits, list[BitSum]] | None = None
         self._others: list[Tensor] = []
@@ -347,9 +352,16 @@ class Call:
                         given[place] = _aliased(aliases, value)
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-            returned = self._call(args, kwargs)
+            # They are for nothing in a recomputation, unless it takes gradients itself, and may be on what was there
+            # before it: globals, what an object holds that it is given.
+            leaves_out = self.has_run and self._places_hooks and not (self._in_parts or self.state.takes_gradients)
+            # A compiler would trace the mode.
+            leaves_out = leaves_out and not has_compiled()
+            number = RemovableHandle.next_id
+            with HooksNoted(_ignore, leaves_out=True) if leaves_out else nullcontext():
+                returned = self._call(args, kwargs)
         if not self.has_run:
-            self.has_run = True
+            self.has_run, self._places_hooks = True, RemovableHandle.next_id != number
             self._arguments = {**self._arguments, **self._dicts}
         self._check_unchanged()
         return returned
@@ -426,6 +438,10 @@ class Call:
         names = [] if module is None else list(inspect.signature(type(module).forward).parameters)[1:]
         number = place - (module is not None and positional[0] is module)
         return names[number] if number < len(names) else f"number {number + 1}"
+
+
+def _ignore() -> None:
+    """Make nothing of a hook."""
 
 
 def _aliased(aliases: dict[int, Tensor], value: Any) -> Any:

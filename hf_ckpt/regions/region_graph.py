@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.module_state import gradient_hooks_away
 from hf_ckpt.regions.put_back import put_container_back
@@ -146,16 +147,24 @@ def _nothing(*gradients: Any) -> None:
 
 
 class HooksNoted(TorchFunctionMode):
-    """Tells of each hook that is placed on the gradient of a tensor while it is entered."""
+    """Tells of each hook that is placed on the gradient of a tensor while it is entered.
 
-    def __init__(self, on_hook: Callable[[], None]) -> None:
+    With `leaves_out` none is, but on weights: for runs that no backward goes through, where it would act on what was
+    there before, as it does since the forward.
+    """
+
+    def __init__(self, on_hook: Callable[[], None], *, leaves_out: bool) -> None:
         super().__init__()
         self._on_hook = on_hook
+        self._leaves_out = leaves_out
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
         if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             self._on_hook()
+            # Those on weights are put back by who runs a region; see `gradient_hooks_put_back`.
+            if self._leaves_out and not isinstance(args[0], nn.Parameter):
+                return RemovableHandle(OrderedDict())
         return function(*args, **(kwargs or {}))
 
 

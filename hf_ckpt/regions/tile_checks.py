@@ -88,7 +88,7 @@ class PositionsAlone:
         alone = [self.at(x).requires_grad_(needs) for x, needs in zip(inputs, need_gradients, strict=True)]
         # With a graph, as hooks may go by that; nothing is saved for it.
         drops = saved_tensors_hooks(drop, never_unpack)
-        with torch.enable_grad(), drops, now.kept(), HooksNoted(self._note_hook):
+        with torch.enable_grad(), drops, now.kept(), HooksNoted(self._note_hook, leaves_out=False):
             outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
             if not now.is_same(self._before) or not RandomState.of(inputs).is_same(now):
                 return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
 from hf_ckpt.errors import HFCkptError
+from tests.attack.models import WIDTH, Attention, Mlp
 from tests.modes import REGIONS
 
 IDS = torch.arange(16).view(2, 8) + 3
@@ -127,6 +131,73 @@ def test_hooks_run_as_often_as_without_a_plan(policy: str, kind: str) -> None:
     got, num = run(kind, REGIONS[policy])
     assert num == num_calls
     assert all(map(torch.equal, expected, got))
+
+
+@dataclass
+class Held:
+    """Holds a tensor, as a context of a model's own does."""
+
+    shift: Tensor
+
+
+SHARED: list[Tensor] = []
+WAYS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (Held, lambda given: given.shift),
+    "namespace": (lambda shift: SimpleNamespace(shift=shift), lambda given: given.shift),
+    "user dict": (lambda shift: UserDict(shift=shift), lambda given: given["shift"]),
+    "dict in a list": (lambda shift: [{"shift": shift}], lambda given: given[0]["shift"]),
+    "input": (lambda shift: None, lambda given: given),
+    "global": (lambda shift: SHARED.append(shift), lambda given: SHARED[-1]),
+}
+"""How a tensor reaches all layers, and how they take it out."""
+
+
+class Hooked(nn.Module):
+    """A layer that places a hook on what it is given besides its input."""
+
+    def __init__(self, way: str, is_exchanged: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(), Mlp()
+        self.way, self.is_exchanged = way, is_exchanged
+
+    def forward(self, hidden: Tensor, context: Any) -> Tensor:
+        shift = hidden if self.way == "input" else WAYS[self.way][1](context)
+        if self.is_exchanged and hasattr(self, "handle"):
+            self.handle.remove()
+        self.handle = shift.register_hook(lambda gradient: 1.5 * gradient)
+        hidden = hidden + self.self_attn(hidden + shift)
+        return hidden + self.mlp(hidden)
+
+
+class Stack(nn.Module):
+    def __init__(self, way: str, is_exchanged: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Hooked(way, is_exchanged) for _ in range(3))
+        self.shift, self.way = nn.Parameter(torch.randn(WIDTH)), way
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shift = torch.tanh(self.shift)
+        context, hidden = WAYS[self.way][0](shift), hidden + shift
+        for layer in self.layers:
+            hidden = layer(hidden, context)
+        return hidden
+
+
+@pytest.mark.parametrize("prove", ["off", "first_step"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", REGIONS)
+@pytest.mark.parametrize("is_exchanged", [False, True])
+@pytest.mark.sweep(keep=20)
+def test_hooks_on_what_a_layer_reaches_run_once(is_exchanged: bool, policy: str, way: str, prove: Any) -> None:
+    found = []
+    for plan, options in (("none", {}), REGIONS[policy]):
+        torch.manual_seed(0)
+        stack = Stack(way, is_exchanged).train()
+        with hf_ckpt.apply(stack, plan, **options, prove=prove, layers=["layers"], attention="self_attn", ffn="mlp"):
+            for _ in range(STEPS):
+                stack(torch.randn(2, 4, WIDTH)).square().sum().backward()
+        found.append([each.grad for each in stack.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.sweep(keep=4)
