@@ -7,7 +7,8 @@ Note [what is proven of tiles]: bit by bit, that the slices get the inputs, and 
 after position from the first to the last; that in backward they get, and return, what they got and returned in forward;
 that the whole outputs and the whole gradients of the inputs hold what the slices returned. Within rounding, that the
 gradients of weights are the sums of the slices' own, and that a few positions give the same alone, forward and
-backward: by other kernels, as their matrices are smaller.
+backward: by other kernels, as their matrices are smaller. Where hooks on gradients act inside, backward is no slices',
+and of it nothing is proven: it runs whole, as without tiles.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import Function, RandomState
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, are_equal, is_sum, plain_tensors
-from hf_ckpt.regions.region_graph import HooksNoted
 from hf_ckpt.regions.value_proof import CallProof, drop, never_unpack
 from hf_ckpt.upstream.torch import FakeTensor, top_saved_tensors_hooks
 
@@ -35,12 +36,16 @@ from hf_ckpt.upstream.torch import FakeTensor, top_saved_tensors_hooks
 _TOLERANCES = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-4}
 """Relative to a position's norm. A few roundings one after another, of eight bits in bfloat16."""
 _TOLERANCE = 2.0**-8
-"""In float32, of which TF32 keeps eleven bits, and in float64."""
+"""In float32 and float64, where TF32 may keep eleven bits, or something inside has fewer."""
+_TOLERANCE_IN_FULL = 2.0**-10
+"""Where all that computes has 24 bits and more: a millionth is rounding, unless values are rounded to one of 256."""
+_IN_FULL = (torch.float32, torch.float64)
 _FEWEST_ALONE, _MOST_ALONE = 4, 8
 _SHARE_ALONE = 16
 """One of so many positions runs alone: that costs a fifth of a forward, or less."""
-_MOST_OFF, _MOST_OFF_IN_BRANCHES = 0.5, 0.2
-"""A larger share of positions that differ is no rounding; the second where slices run different operators."""
+_MOST_OFF, _FEW_OFF = 0.5, 0.2
+"""A larger share of positions that differ is no rounding; the second where slices run different operators, and in full
+precision, where a router sends next to none elsewhere."""
 
 
 class PositionsAlone:
@@ -55,11 +60,18 @@ class PositionsAlone:
         self._dim = dim
         self._leading = tuple(inputs[0].shape[: dim + 1])
         self._before = before
-        self.places_hooks = False
-        """Whether the module places hooks on gradients when it runs."""
+        self._is_in_full = False
+        self._most_off = _MOST_OFF
+        self.has_hooks = False
+        """Whether hooks were placed inside while the module ran, on gradients or in their way."""
+        self.draws = False
+        """Whether it drew random numbers."""
 
     def at(self, whole: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return some positions of a tensor that has them all, apart or flattened; an empty tensor if it does not."""
+        """Return some positions of a tensor that has them all, apart or flattened; an empty tensor if it does not.
+
+        Without an index: from the last to the first, so that neither is where it was among the others.
+        """
         index = _spread(self._leading[-1]) if index is None else index
         whole = whole.detach()
         if tuple(whole.shape[: self._dim + 1]) != self._leading:
@@ -74,13 +86,13 @@ class PositionsAlone:
         inputs: Sequence[Tensor],
         need_gradients: Sequence[bool],
         wholes: Sequence[Tensor],
-        *,
-        has_branches: bool = False,
+        operators: Sequence[set[str]],
+        modules: Iterable[nn.Module],
     ) -> Tensor | None:
         """Return whether the positions give other values alone than `wholes` have, on the device; None: not known.
 
-        `has_branches`: the slices ran different operators, as where a module branches on the first value of what it
-        gets. The positions then all take the branch of the first slice.
+        `operators` are those of each slice, which run `modules`. They differ where a module branches on the first value
+        of what it gets. The positions then all take one branch.
         """
         if self._leading[-1] < 2 or any(isinstance(x, FakeTensor) or x.is_meta for x in inputs):
             return None
@@ -88,14 +100,18 @@ class PositionsAlone:
         alone = [self.at(x).requires_grad_(needs) for x, needs in zip(inputs, need_gradients, strict=True)]
         # With a graph, as hooks may go by that; nothing is saved for it.
         drops = saved_tensors_hooks(drop, never_unpack)
-        with torch.enable_grad(), drops, now.kept(), HooksNoted(self._note_hook, leaves_out=False):
+        number = RemovableHandle.next_id
+        with torch.enable_grad(), drops, now.kept():
             outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
-            if not now.is_same(self._before) or not RandomState.of(inputs).is_same(now):
-                return None
-        return _any_differ(expected, outputs, _MOST_OFF_IN_BRANCHES if has_branches else _MOST_OFF)
-
-    def _note_hook(self) -> None:
-        self.places_hooks = True
+            self.draws = not now.is_same(self._before) or not RandomState.of(inputs).is_same(now)
+        # Those of modules are placed on nodes when the modules run; others by forwards, and by hooks on those.
+        self.has_hooks = RemovableHandle.next_id != number
+        if self.draws:
+            return None
+        self._is_in_full = _computes_in_full(inputs[0].device.type, modules, set[str]().union(*operators))
+        has_branches = any(found != operators[0] for found in operators)
+        self._most_off = _FEW_OFF if has_branches or self._is_in_full else _MOST_OFF
+        return self._any_differ(expected, outputs)
 
     def gradients_differ(
         self,
@@ -125,9 +141,34 @@ class PositionsAlone:
         wanted = [x for x in alone if x.requires_grad]
         got: Sequence[Tensor | None] = torch.autograd.grad(floating, wanted, parts, allow_unused=True)
         expected = [self.at(whole) for whole in wholes]
-        return _any_differ(
+        return self._any_differ(
             expected, [torch.zeros_like(x) if y is None else y for x, y in zip(expected, got, strict=True)]
         )
+
+    @torch.no_grad()
+    def _any_differ(self, expected: Sequence[Tensor], got: Sequence[Tensor]) -> Tensor | None:
+        if len(expected) != len(got):
+            return None
+        found = [self._differ(*pair) for pair in zip(expected, got, strict=True) if pair[0].is_floating_point()]
+        return torch.stack(found).any() if found else None
+
+    def _differ(self, expected: Tensor, got: Tensor) -> Tensor:
+        """Return whether many positions differ by more than rounding, for which a router may send one elsewhere.
+
+        `expected` is [..., n, F...]; the norm is that of the last dimension. `got` has as many elements.
+        """
+        if not expected.numel() or expected.numel() != got.numel():
+            return torch.tensor(expected.numel() != got.numel(), device=got.device)
+        kinds = (expected.dtype, _autocast_dtype(expected))
+        least = _TOLERANCE_IN_FULL if self._is_in_full else _TOLERANCE
+        tolerance = max(_TOLERANCES.get(kind, least) for kind in kinds)
+        one, other = expected.float(), got.detach().reshape(expected.shape).float()
+        norms = one.norm(dim=-1)
+        # A position whose norm is next to nothing need not agree in any digit.
+        scale = norms + 0.1 * norms.mean()
+        is_off = ((one - other).norm(dim=-1) > tolerance * scale) & scale.isfinite()
+        many: Tensor = is_off.sum() > max(1.0, self._most_off * is_off.numel())
+        return many
 
 
 def not_position_wise(module: nn.Module, what: str) -> UnsupportedError:
@@ -139,35 +180,23 @@ def not_position_wise(module: nn.Module, what: str) -> UnsupportedError:
 
 
 def _spread(num_positions: int) -> Tensor:
-    """Return some positions, the first and the last among them."""
+    """Return some positions, from the last to the first."""
     number = max(min(_FEWEST_ALONE, num_positions), min(_MOST_ALONE, num_positions // _SHARE_ALONE))
-    return torch.linspace(0, num_positions - 1, number).long()
+    return torch.linspace(num_positions - 1, 0, number).long()
 
 
-@torch.no_grad()
-def _any_differ(expected: Sequence[Tensor], got: Sequence[Tensor], most_off: float = _MOST_OFF) -> Tensor | None:
-    if len(expected) != len(got):
-        return None
-    found = [_differ(one, other, most_off) for one, other in zip(expected, got, strict=True) if one.is_floating_point()]
-    return torch.stack(found).any() if found else None
-
-
-def _differ(expected: Tensor, got: Tensor, most_off: float) -> Tensor:
-    """Return whether many positions differ by more than rounding; a router may send one elsewhere for such an error.
-
-    `expected` is [..., n, F...]; the norm is that of the last dimension. `got` has as many elements.
-    """
-    if not expected.numel() or expected.numel() != got.numel():
-        return torch.tensor(expected.numel() != got.numel(), device=got.device)
-    kinds = (expected.dtype, _autocast_dtype(expected))
-    tolerance = max(_TOLERANCES.get(kind, _TOLERANCE) for kind in kinds)
-    one, other = expected.float(), got.detach().reshape(expected.shape).float()
-    norms = one.norm(dim=-1)
-    # A position whose norm is next to nothing need not agree in any digit.
-    scale = norms + 0.1 * norms.mean()
-    is_off = ((one - other).norm(dim=-1) > tolerance * scale) & scale.isfinite()
-    many: Tensor = is_off.float().mean() > most_off
-    return many
+def _computes_in_full(kind: str, modules: Iterable[nn.Module], operators: set[str]) -> bool:
+    """Whether what runs on such a device computes in float32 or float64, and keeps all digits."""
+    weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+    if "ToCopyBackward0" in operators or any(weight.dtype not in _IN_FULL for weight in weights):
+        return False
+    backends: Any = torch.backends
+    products, convolutions = {
+        "cpu": (backends.mkldnn.matmul, backends.mkldnn.conv),
+        "cuda": (backends.cuda.matmul, backends.cudnn.conv),
+    }.get(kind, (None, None))
+    asked = [products, convolutions] if "ConvolutionBackward0" in operators else [products]
+    return all(each is not None and each.fp32_precision in ("ieee", "none") for each in asked)
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype:
@@ -330,6 +359,11 @@ class TileProof:
         self._slices.append(_SliceRun(start, end, call_proof, given, self._take(plain_tensors(returned))))
         return returned
 
+    @property
+    def has_fault(self) -> bool:
+        """Whether something wrong was found."""
+        return self._fault is not None
+
     def check_outputs(self, returned: Any) -> None:
         """Check the outputs of the whole call."""
         self._check_covered("forward", len(self._slices))
@@ -343,6 +377,10 @@ class TileProof:
     def begin_backward(self, gradients: Sequence[Tensor | None]) -> None:
         """The backward begins, with these gradients of the outputs."""
         self._gradients = [gradient for gradient in gradients if gradient is not None]
+
+    def end(self) -> None:
+        """Report what forward has shown; the backward runs whole, as without tiles."""
+        self._call.finish(self._fault)
 
     def _run_again(self, function: Function, inputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Any:
         number, self._number = self._number, self._number + 1

@@ -15,6 +15,7 @@ Bekman et al. 2025, "Arctic Long Sequence Training" (arXiv 2506.13996), for modu
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,6 +61,7 @@ from hf_ckpt.upstream.torch import FakeTensor, keeps_graph_of_backward
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import RegionProof
 
+logger = logging.getLogger(__name__)
 
 SlicesToRun = Callable[[Sequence[tuple[int, int]], Sequence[Tensor]], Iterable[tuple[int, int]]]
 """Returns which slices of a call run, from the start and length of each and the whole inputs.
@@ -84,6 +86,7 @@ class Tiling:
         self.proof = proof
         # Whether a call has shown that its positions depend on no others.
         self.is_checked = False
+        self.has_said_whole = False
         # The sets of differentiable operators that the module was proven with.
         self.proven_operators: set[frozenset[str]] = set()
         # A simulation runs some of them only, of a tiling that recomputes: it knows what the others would do.
@@ -163,10 +166,7 @@ class _Slices:
         # it is no input of the slices, which get no gradient through it.
         with saved_tensors_hooks(_identity, _identity):
             outputs = _Tiled.apply(self, (token,), outputs, *inputs, *self._weights_now())  # type: ignore[no-untyped-call]
-        returned = self._joined.as_returned(outputs)
-        if self._proof is not None:
-            self._proof.check_outputs(returned)
-        return returned
+        return self._joined.as_returned(outputs)
 
     def _forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Run all slices and return the whole outputs; what the slices save is dropped if `recomputes`."""
@@ -189,7 +189,11 @@ class _Slices:
                 # Each slice may use others (experts).
                 parts |= found
             outputs = self._joined.take()
-            self._compare_alone(inputs, outputs)
+            if self._proof is not None:
+                self._proof.check_outputs(self._joined.as_returned(outputs))
+            # If slices are not what they should be, the module is not to blame.
+            if self._proof is None or not self._proof.has_fault:
+                self._compare_alone(inputs, outputs)
         operators = frozenset(chain.from_iterable(self._operators))
         if self._tiling.proof is not None and operators not in self._tiling.proven_operators:
             # The module takes this branch for the first time. It may mix positions by less than shows in its outputs.
@@ -211,7 +215,8 @@ class _Slices:
                 inputs,
                 self._needs_gradient,
                 wholes,
-                has_branches=any(operators != self._operators[0] for operators in self._operators),
+                self._operators,
+                self._call.state.modules_of(self._module),
             )
         is_first, self._tiling.is_checked = not self._tiling.is_checked, True
         if differ is None or (differ.device.type != "cpu" and not is_first):
@@ -249,30 +254,28 @@ class _Slices:
         wholes = [
             x.new_empty(x.shape) if needs else None for x, needs in zip(inputs, self._needs_gradient, strict=True)
         ]
-        sums = [_Sum(weight, len(self._cut.bounds)) for weight in self._weights_now()]
-        if self._differ is not None:
-            self._call.state.add_error(self._differ, partial(self._refuse, "values"))
-        for written in (*self._written, self._bits.differ(inputs)):
-            if isinstance(written, Tensor):
-                self._call.state.add_error(written, self._refuse_write)
-            elif written:
-                self._refuse_write()
-        self._written = []
+        bounds = ((0, self._cut.leading[-1]),) if (is_whole := self._has_gradient_hooks()) else self._cut.bounds
+        sums = [_Sum(weight, len(bounds)) for weight in self._weights_now()]
+        self._check_forward(inputs)
         # Only the first backward is proven.
         proof = self._proof
-        if proof is not None:
+        if proof is not None and is_whole:
+            proof.end()
+            self._proof = proof = None
+        elif proof is not None:
             proof.begin_backward(gradients)
         # Around the gradients too: weights that have been frozen since contributed to this loss.
         with self._random_state.kept(), self._call.state.as_in_forward():
             self._random_state.restore()
             with ConcurrentRun():
-                for number, (start, length) in enumerate(self._tiling.slices_to_run(self._cut.bounds, inputs)):
-                    piece = self._kept[number] if self._kept else self._run_again(inputs, start, length)
+                for number, (start, length) in enumerate(self._tiling.slices_to_run(bounds, inputs)):
+                    is_kept = self._kept and not is_whole
+                    piece = self._kept[number] if is_kept else self._run_again(inputs, start, length)
                     parts = self._joined.parts(gradients, start, length)
                     self._add_gradients(piece, parts, [self._narrow(whole, start, length) for whole in wholes], sums)
                     del piece, parts
         totals = [total.take() for total in sums]
-        if proof is not None or self._is_unproven or self._acts_on_gradients():
+        if proof is not None or (self._is_unproven and not is_whole):
             self._proof = None
             with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
                 if proof is not None:
@@ -282,10 +285,36 @@ class _Slices:
         reached = [whole if is_reached else None for whole, is_reached in zip(wholes, self._are_reached, strict=True)]
         return [*reached, *totals]
 
-    def _acts_on_gradients(self) -> bool:
-        """Whether hooks on gradients act inside of the module: what they do may depend on other positions."""
-        modules = self._call.state.modules_of(self._module)
-        return self._alone.places_hooks or any(each._backward_hooks or each._backward_pre_hooks for each in modules)
+    def _check_forward(self, inputs: Sequence[Tensor]) -> None:
+        """Ask a device what it has seen in forward, and whether the inputs are what they were there."""
+        if self._differ is not None:
+            self._call.state.add_error(self._differ, partial(self._refuse, "values"))
+        for written in (*self._written, self._bits.differ(inputs)):
+            if isinstance(written, Tensor):
+                self._call.state.add_error(written, self._refuse_write)
+            elif written:
+                self._refuse_write()
+        self._written = []
+
+    def _has_gradient_hooks(self) -> bool:
+        """Whether hooks on gradients act inside of the module: they are to run once, and may look at all positions.
+
+        Backward then runs as a single slice: without tiles. Where random numbers are drawn it cannot, as that would
+        draw others: the hooks run for each slice.
+        """
+        # Those of the module itself are around the whole. In a simulation nothing has run alone.
+        inside = (each for each in self._call.state.modules_of(self._module) if each is not self._module)
+        has_hooks = self._alone.has_hooks or any(each._backward_hooks or each._backward_pre_hooks for each in inside)
+        if not has_hooks or self._alone.draws:
+            return False
+        if not self._tiling.has_said_whole:
+            self._tiling.has_said_whole = True
+            logger.info(
+                "%s: hooks on gradients act inside of it. Its backward runs whole, without tiles, and needs the memory "
+                "for that.",
+                type(self._module).__name__,
+            )
+        return True
 
     def _add_gradients(
         self, piece: _Slice, gradients: Sequence[Tensor | None], places: Sequence[Tensor | None], sums: Sequence[_Sum]
@@ -322,10 +351,12 @@ class _Slices:
             proof, run = self._proof, self._call.run
             if self._routings is not None:
                 self._call.routing = self._routings.setdefault(start, KeptRouting())
+            # What the module is given is no leaf, as the whole is none: hooks are placed on its node.
+            views = [piece.view_as(piece) for piece in pieces]
             try:
-                returned = run(*pieces) if proof is None else proof.run(run, inputs, pieces)
+                returned = run(*views) if proof is None else proof.run(run, inputs, views)
             except RuntimeError as error:
-                # In torch 2.11 to 2.13: a slice, unlike the whole, is a leaf.
+                # In torch 2.11 to 2.13: a slice, unlike the whole, is a view of one.
                 if "leaf Variable that requires grad is being used in an in-place" in str(error):
                     self._refuse_write(error)
                 raise

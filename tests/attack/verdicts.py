@@ -112,9 +112,6 @@ def _difference(expected: list[Left], got: list[Left], *, is_bitwise: bool) -> s
     for step, (ours, theirs) in enumerate(zip(expected, got, strict=False), start=1):
         # The last step may have ended in the middle.
         names = [name for name in ours if name in theirs and not _is_same(ours[name], theirs[name], is_bitwise)]
-        if not is_bitwise:
-            # Hooks of a module that runs in slices, and of a node that is made inside, see each slice, as documented.
-            names = [name for name in names if not name.startswith(("calls of module", "calls of node"))]
         if names:
             amount = _amount(ours[names[0]], theirs[names[0]])
             return f"step {step}: {names[0]}{amount}, and {len(names) - 1} more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
-from hf_ckpt.errors import HFCkptError
+from hf_ckpt.regions.tiling import Tiling, run_tiled
 from tests.attack.models import WIDTH, Attention, Mlp
 from tests.modes import REGIONS
 
@@ -200,10 +201,11 @@ def test_hooks_on_what_a_layer_reaches_run_once(is_exchanged: bool, policy: str,
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.sweep(keep=4)
-@pytest.mark.parametrize("kind", ["weight", "accumulated", "exchanged", "exchanged in a closure", "once"])
+@pytest.mark.sweep(keep=6)
+# Hooks on several gradients together hold what they are placed on, which tiles refuse.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "several"])
 @pytest.mark.parametrize("policy", ["none", "full", "ffn"])
-def test_tiles_hand_a_weights_gradient_to_its_hooks_once(policy: str, kind: str) -> None:
+def test_hooks_run_as_often_in_tiles(policy: str, kind: str) -> None:
     expected, num_calls = run(kind, None)
     got, num = run(kind, (policy, {"tiles": 3}))
     assert num == num_calls
@@ -211,27 +213,71 @@ def test_tiles_hand_a_weights_gradient_to_its_hooks_once(policy: str, kind: str)
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("first_step", [0, 1])
-@pytest.mark.parametrize("place", ["tensor", "full backward", "full backward pre"])
-def test_tiles_refuse_hooks_that_make_a_position_depend_on_others(place: str, first_step: int) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=24, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
-    model = LlamaForCausalLM(config).train()
+def on_tensor(linear: nn.Module, hook: Note) -> None:
+    linear.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
 
-    def place_hook(linear: nn.Module, factor: Callable[[Tensor], Tensor]) -> Any:
-        if place == "tensor":
-            return linear.register_forward_hook(
-                lambda module, args, output: output.register_hook(lambda gradient: gradient * factor(gradient)) and None
-            )
-        if place == "full backward":
-            return linear.register_full_backward_hook(lambda module, given, _: (given[0] * factor(given[0]),))
-        return linear.register_full_backward_pre_hook(lambda module, given: (given[0] * factor(given[0]),))
 
-    with hf_ckpt.apply(model, "full", tiles=3):
-        linear = model.model.layers[0].mlp.up_proj
-        place_hook(linear, lambda gradient: torch.tensor(0.5))
-        for _ in range(first_step + 1):
-            model(input_ids=IDS, labels=IDS).loss.backward()
-        place_hook(linear, lambda gradient: 1 / gradient.norm())
-        with pytest.raises(HFCkptError, match="other gradients alone"):
-            model(input_ids=IDS, labels=IDS).loss.backward()
+def on_node(linear: nn.Module, hook: Note) -> None:
+    def place(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.grad_fn.register_prehook(lambda gradients: (hook(gradients[0]), *gradients[1:]))
+
+    linear.register_forward_hook(place)
+
+
+INSIDE: dict[str, Place] = {
+    "tensor": on_tensor,
+    "node": on_node,
+    "full backward": lambda linear, hook: linear.register_full_backward_hook(
+        lambda module, given, _: (hook(given[0]),)
+    ),
+    "full backward pre": lambda linear, hook: linear.register_full_backward_pre_hook(
+        lambda module, given: (hook(given[0]),)
+    ),
+}
+
+
+@pytest.mark.parametrize("first_step", [0, 2])
+@pytest.mark.parametrize("place", INSIDE)
+@pytest.mark.sweep(keep=4)
+def test_hooks_inside_tiles_see_the_gradient_of_the_whole_once(place: str, first_step: int) -> None:
+    def train(*, tiles: bool) -> tuple[list[Any], list[torch.Size]]:
+        seen: list[torch.Size] = []
+
+        def shrink(gradient: Tensor) -> Tensor:
+            """Next to nothing changes, as the norm is small: a slice's norm is smaller."""
+            seen.append(gradient.shape)
+            return gradient / (1 + gradient.norm())
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=24, **sizes)).train()
+        with hf_ckpt.apply(model, "full", tiles=3) if tiles else nullcontext():
+            for step in range(first_step + 1):
+                if step == first_step:
+                    INSIDE[place](model.model.layers[0].mlp.up_proj, shrink)
+                model.zero_grad()
+                model(input_ids=IDS, labels=IDS).loss.backward()
+        return [parameter.grad for parameter in model.parameters()], seen
+
+    expected, seen = train(tiles=False)
+    got, seen_in_tiles = train(tiles=True)
+    assert seen_in_tiles == seen
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+
+
+def test_hooks_in_tiles_run_for_each_slice_where_each_draws_a_mask() -> None:
+    """The whole would draw another one."""
+
+    def train(*, recomputes: bool) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        module, seen = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 8)), list[Tensor]()
+        on_tensor(module[1], seen.append)
+        hidden = torch.randn(2, 9, 8, requires_grad=True)
+        run_tiled(Tiling(3, recomputes=recomputes), module, None, hidden).square().sum().backward()
+        return hidden.grad, seen
+
+    gradient, seen = train(recomputes=True)
+    expected, _ = train(recomputes=False)
+    assert [each.shape[1] for each in seen] == [3, 3, 3]
+    assert torch.equal(gradient, expected)
