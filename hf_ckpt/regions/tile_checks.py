@@ -28,7 +28,9 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import Function, RandomState
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, are_equal, is_sum, plain_tensors
+from hf_ckpt.regions.routing import may_vary
 from hf_ckpt.regions.value_proof import CallProof, drop, never_unpack
+from hf_ckpt.structure.routers import has_router
 from hf_ckpt.upstream.torch import FakeTensor, top_saved_tensors_hooks
 
 # --- Each call. ---
@@ -108,7 +110,11 @@ class PositionsAlone:
         self.has_hooks = RemovableHandle.next_id != number
         if self.draws:
             return None
-        self._is_in_full = _computes_in_full(inputs[0].device.type, modules, set[str]().union(*operators))
+        modules = list(modules)
+        # Between scores that are next to equal the positions alone may be sent elsewhere.
+        may_go_elsewhere = may_vary(inputs) and has_router(modules)
+        used = set[str]().union(*operators)
+        self._is_in_full = not may_go_elsewhere and _computes_in_full(inputs[0].device.type, modules, used)
         has_branches = any(found != operators[0] for found in operators)
         self._most_off = _FEW_OFF if has_branches or self._is_in_full else _MOST_OFF
         return self._any_differ(expected, outputs)
