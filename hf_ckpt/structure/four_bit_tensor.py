@@ -32,6 +32,7 @@ from hf_ckpt.upstream.torch import (
 _aten = torch.ops.aten
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property
 _TRAINS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a property
+_TO_HOST = (Tensor.numpy, Tensor.tolist)
 _OF_MEMORY = (Tensor.share_memory_, Tensor.__dlpack__)
 
 
@@ -174,6 +175,12 @@ class FourBitTensor(Tensor):
                     f"A weight in 4 bits of shape {tuple(args[0].shape)} cannot be trained (requires_grad): a step "
                     "would be lost where it is quantised anew. Train an adapter on it, or load it without quantisation."
                 )
+            if function in _TO_HOST:
+                array = function(args[0].values(), *args[1:], **given)
+                if function == Tensor.numpy:
+                    # What is written into it would be lost.
+                    array.flags.writeable = False
+                return array
             if function in _OF_MEMORY:
                 raise UnsupportedError(
                     f"{function.__name__} asks for the memory of a weight in 4 bits, which does not hold its values. "

@@ -203,6 +203,15 @@ def test_it_cannot_be_trained(train: Callable[[Any], Any]) -> None:
     assert not weight.requires_grad_(False).requires_grad
 
 
+def test_its_values_are_handed_out_to_be_read() -> None:
+    weight = made(dtype=torch.float32)
+    for each in (weight, weight[1].flatten()):
+        array = each.numpy()
+        assert (array == each.values().numpy()).all()
+        assert not array.flags.writeable
+        assert each.tolist() == each.values().tolist()
+
+
 def test_its_memory_is_not_handed_out() -> None:
     # What reads it would read address 0.
     with pytest.raises(UnsupportedError, match="does not hold its values"):
