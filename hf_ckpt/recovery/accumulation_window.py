@@ -20,6 +20,7 @@ from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots
 from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.recovery.saved_values import BUFFERS, SENT_BUFFERS, SavedTensor
 from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.structure.stored import set_in_forwards
 
 # A gradient that nobody has set to None before the window is copied up to so many bytes.
 _COPIED_BYTES = 2**20
@@ -217,7 +218,7 @@ class Window:
         attributes = self._snapshots.now(is_later=bool(self.begun))
         if not self.begun:
             self._find_parameters()
-            self._versions = list(map(_version, chain(self._own, self._others)))
+            self._versions = list(map(_version, self._looked_at))
             # Nobody need have set the gradients of others to None before the window.
             others = Gradients(self._others, copied_bytes=_COPIED_BYTES)
             self._gradients = Gradients(self._own, are_zeros=self._are_zeros), others
@@ -238,10 +239,13 @@ class Window:
             held = chain.from_iterable(module._parameters.values() for module in modules)
             others = dict.fromkeys(chain(stepped, held, self._snapshots.parameters))
             self._own, self._others = list(own), [each for each in others if each is not None and each not in own]
+            # Of these the version does not tell of writes. What is trained is not among them.
+            unknown = {each for each in set_in_forwards(modules) if not each.requires_grad}
+            self._looked_at = [each for each in chain(self._own, self._others) if each not in unknown]
 
     @property
     def has_written_weights(self) -> bool:
-        return list(map(_version, chain(self._own, self._others))) != self._versions
+        return list(map(_version, self._looked_at)) != self._versions
 
     def fault(self) -> str | None:
         """Return why the window cannot be undone; None if it can."""

@@ -8,7 +8,7 @@ another model of it without a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import BuiltinFunctionType, FunctionType
@@ -104,6 +104,18 @@ def inside_adapters(module: nn.Module) -> nn.Module:
     while inner := [name for name in _AROUND if name in module._modules]:
         module = module.get_submodule(inner[0])
     return module
+
+
+def set_in_forwards(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield parameters that an adapter of PEFT is on by name, as on experts: each forward sets them to themselves.
+
+    torch's parametrizations do so where they are registered. It adds to the version, and writes nothing.
+    """
+    for module in modules:
+        name = getattr(module, "parameter_name", None)
+        base = inside_adapters(module) if isinstance(name, str) else module
+        if base is not module and (parameter := base._parameters.get(str(name))) is not None:
+            yield parameter
 
 
 def weight_shape(module: nn.Module) -> torch.Size | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from tests.quantized_experts import quantize
 from tests.training import LENGTH, VOCAB, llama
 
 
@@ -25,6 +27,20 @@ def mixtral(**changes: Any) -> MixtralForCausalLM:
             output_router_logits=True,
         )
     )
+
+
+def adapted_mixtral(*, is_4bit: bool) -> PeftModel:
+    """A mixture with adapters on its attention and on its experts, which may be in 4 bits."""
+    model = mixtral(hidden_size=32, intermediate_size=64).to(torch.bfloat16)
+    if is_4bit:
+        quantize(model)
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    return get_peft_model(model, config)
 
 
 class WithBatchNorm(nn.Module):

@@ -16,6 +16,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.four_bit_tensor import FourBitTensor
 
 pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.filterwarnings("ignore:.*which is quantised anew")
 
 NF4 = {"quant_type": "nf4", "compress_statistics": True}
 # Rows of whole blocks of 64 values, rows that are none, and experts that are none.
@@ -57,6 +58,18 @@ def test_its_values_are_those_that_were_quantised_but_for_4_bits(
         lambda weight: weight.transpose(1, 2)[0],
         lambda weight: weight.detach(),
         lambda weight: weight.to(torch.float32),
+        lambda weight: weight.to(torch.float32)[1],
+        lambda weight: weight[1:3],
+        lambda weight: weight[2][:, 5],
+        lambda weight: weight[..., ::2],
+        lambda weight: weight.unbind()[2],
+        lambda weight: weight.chunk(2, dim=1)[1],
+        lambda weight: weight.permute(1, 0, 2),
+        lambda weight: weight.flatten(),
+        lambda weight: weight.unsqueeze(0),
+        lambda weight: weight.diagonal(0, 1, 2),
+        lambda weight: weight[1].expand(2, -1, -1),
+        lambda weight: weight.view(torch.int16),
     ],
 )
 def test_a_view_of_it_is_packed_too(view: Callable[[Any], Tensor], shape: tuple[int, ...]) -> None:
@@ -68,13 +81,21 @@ def test_a_view_of_it_is_packed_too(view: Callable[[Any], Tensor], shape: tuple[
     assert torch.equal(found.values(), expected)
 
 
-@pytest.mark.parametrize(
-    "view", [lambda weight: weight[1:3], lambda weight: weight[[2, 0]], lambda weight: weight.permute(1, 0, 2)]
-)
-def test_other_views_are_values(view: Callable[[Any], Tensor]) -> None:
+def test_what_is_gathered_is_values() -> None:
     weight = made()
-    assert type(view(weight)) is Tensor
-    assert torch.equal(view(weight), view(weight.values()))
+    assert type(weight[[2, 0]]) is Tensor
+    assert torch.equal(weight[[2, 0]], weight.values()[[2, 0]])
+
+
+def test_a_copy_of_a_view_lies_as_asked_for() -> None:
+    for copied in (lambda weight: weight.mT.contiguous(), lambda weight: weight[:, ::2].clone().view(-1)):
+        expected, found = copied(made().values()), copied(made())
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+        assert torch.equal(found.values(), expected)
+
+
+def test_a_view_is_pickled_as_values() -> None:
+    assert torch.equal(pickle.loads(pickle.dumps(made()[1])), made()[1].values())
 
 
 def test_backward_makes_the_values_anew() -> None:
@@ -120,7 +141,8 @@ def _saved(weight: Any) -> Any:
 def test_a_write_into_the_whole_is_quantised() -> None:
     weight = nn.Parameter(made(), requires_grad=False)
     packed, before = weight.packed, weight.values()
-    weight.data += 1.0
+    with pytest.warns(UserWarning, match="quantised anew"):
+        weight.data += 1.0
     assert weight.packed is packed
     # The levels are 0.3 apart around values of about 3; no value may be off by more than half of that.
     assert (weight.values() - before - 1).abs().max() < 0.6
@@ -134,6 +156,13 @@ def test_a_write_into_the_whole_is_quantised() -> None:
     [
         lambda weight: weight[0].zero_(),
         lambda weight: weight.mT.add_(1),
+        lambda weight: weight[0:2].zero_(),
+        lambda weight: weight.__setitem__((slice(None), 0), 0.0),
+        lambda weight: weight.view(-1).zero_(),
+        lambda weight: weight.unbind()[0].zero_(),
+        lambda weight: weight.transpose_(1, 2),
+        lambda weight: setattr(weight, "data", made((4, 64, 64)).mT),
+        lambda weight: setattr(weight, "data", weight.data.float()),
         lambda weight: torch.add(weight.values(), 1, out=weight),
         lambda weight: torch._foreach_add_([weight], 1),
         lambda weight: setattr(weight, "data", weight.values()),
@@ -146,6 +175,49 @@ def test_a_write_that_would_be_lost_is_refused(write: Callable[[Any], Any]) -> N
     with torch.no_grad(), pytest.raises(UnsupportedError, match="in 4 bits"):
         write(weight)
     assert torch.equal(weight.values(), before)
+
+
+def test_packed_values_are_copied_as_they_are() -> None:
+    # Quantised a second time, the scales of the blocks would be others.
+    module, other = (nn.ParameterDict({"weight": nn.Parameter(made(), requires_grad=False)}) for _ in range(2))
+    with torch.no_grad():
+        module["weight"].add_(1.0)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other["weight"].values(), module["weight"].values())
+    assert other["weight"].packed is not module["weight"].packed
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda weight: weight.requires_grad_(),
+        lambda weight: setattr(weight, "requires_grad", True),
+        lambda weight: nn.ParameterList([weight]).requires_grad_(True),
+        lambda weight: nn.Parameter(weight),
+    ],
+)
+def test_it_cannot_be_trained(train: Callable[[Any], Any]) -> None:
+    weight = nn.Parameter(made(), requires_grad=False)
+    with pytest.raises(UnsupportedError, match="cannot be trained"):
+        train(weight)
+    assert not weight.requires_grad_(False).requires_grad
+
+
+def test_its_values_are_handed_out_to_be_read() -> None:
+    weight = made(dtype=torch.float32)
+    for each in (weight, weight[1].flatten()):
+        array = each.numpy()
+        assert (array == each.values().numpy()).all()
+        assert not array.flags.writeable
+        assert each.tolist() == each.values().tolist()
+
+
+def test_its_memory_is_not_handed_out() -> None:
+    # What reads it would read address 0.
+    with pytest.raises(UnsupportedError, match="does not hold its values"):
+        made().share_memory_()
+    with pytest.raises(UnsupportedError, match="does not hold its values"):
+        made().__dlpack__()
 
 
 def test_a_module_moves_with_it() -> None:
