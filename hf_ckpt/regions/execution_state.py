@@ -72,8 +72,9 @@ def is_in_backward() -> bool:
     return bool(current_graph_task_id() != NO_BACKWARD)
 
 
-class AllRecomputed(BaseException):
-    """Stops a recomputation once the last tensor that backward needs is there. No error: code inside is to miss it."""
+# An exception, so that torch calls the hooks that are always to be called.
+class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
+    """Stops a recomputation once the last tensor that backward needs is there."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:

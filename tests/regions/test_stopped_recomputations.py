@@ -81,19 +81,3 @@ def test_gradients_are_those_without_a_plan(region: str, ending: Ending, prove: 
     expected, found = trained(ending, None), trained(ending, region, prove=prove)
     assert all(map(torch.equal, expected, found))
     assert len(expected) == len(found)
-
-
-@EACH_REGION
-@pytest.mark.sweep(keep=3)
-def test_a_layer_does_not_see_that_it_is_stopped(region: str) -> None:
-    seen: list[Exception] = []
-
-    def notes(inner: nn.Module, hidden: Tensor) -> Tensor:
-        try:
-            return torch.tanh(inner(hidden))
-        except Exception as error:
-            seen.append(error)
-            raise
-
-    trained(notes, region)
-    assert not seen
