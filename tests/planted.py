@@ -34,6 +34,6 @@ def not_checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -
     return function(*args)
 
 
-def random_state_left(state: RandomState, **options: Any) -> AbstractContextManager[None]:
+def random_state_left(state: RandomState) -> AbstractContextManager[None]:
     """Bring nothing back; in the place of `RandomState.brought_back`."""
     return nullcontext()

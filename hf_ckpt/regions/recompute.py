@@ -45,7 +45,7 @@ from hf_ckpt.regions.recomputation_errors import is_for_others
 from hf_ckpt.regions.region_graph import HooksNoted
 from hf_ckpt.regions.routing import KeptRouting, may_vary
 from hf_ckpt.regions.saved_tensors import NO_CONTEXTS, Checkpoint, Contexts, GradientInside, own_hooks_away
-from hf_ckpt.upstream.torch import ALLOWS_NO_HOOKS, has_compiled, tree_map_only
+from hf_ckpt.upstream.torch import ALLOWS_NO_HOOKS, tree_map_only
 from hf_ckpt.upstream.transformers import READS_CACHE_ONLY
 
 if TYPE_CHECKING:
@@ -355,8 +355,6 @@ class Call:
             # They are for nothing in a recomputation, unless it takes gradients itself, and may be on what was there
             # before it: globals, what an object holds that it is given.
             leaves_out = self.has_run and self._places_hooks and not (self._in_parts or self.state.takes_gradients)
-            # A compiler would trace the mode.
-            leaves_out = leaves_out and not has_compiled()
             number = RemovableHandle.next_id
             with HooksNoted(_ignore, leaves_out=True) if leaves_out else nullcontext():
                 returned = self._call(args, kwargs)
