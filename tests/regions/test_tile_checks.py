@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.errors import PlanMismatchError
+from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.regions import tiling
 from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.tiling import Cut, Joined, Tiling, run_tiled
@@ -138,6 +139,34 @@ def test_planted_fault_is_found(name: str, dtype: torch.dtype, monkeypatch: pyte
     PLANTED[name](monkeypatch)
     with pytest.raises(PlanMismatchError, match=r"layers\.0\.mlp: "):
         step(dtype=dtype)
+
+
+class SlightlyMixing(nn.Module):
+    """Mixes positions by two thousandths of their norm: by less than TF32 and bfloat16 may round."""
+
+    def __init__(self, inside: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.inside = nn.Linear(8, 8), inside
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = self.linear(hidden.to(self.inside).float())
+        return output + 2e-3 * output.roll(1, dims=1)
+
+
+@pytest.mark.parametrize("why", ["all in float32", "a cast inside", "a weight of fewer bits", "TF32"])
+def test_positions_alone_are_held_to_a_thousandth_where_all_is_in_float32(why: str) -> None:
+    torch.manual_seed(0)
+    module = SlightlyMixing(torch.bfloat16 if why == "a cast inside" else torch.float32)
+    if why == "a weight of fewer bits":
+        module.register_parameter("other", nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))
+    torch.set_float32_matmul_precision("high" if why == "TF32" else "highest")
+    hidden = torch.randn(2, LENGTH, 8, requires_grad=True)
+    refuses = pytest.raises(UnsupportedError, match="other values alone") if why == "all in float32" else nullcontext()
+    try:
+        with refuses:
+            run_tiled(Tiling(TILES), module, None, hidden)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_random_state_that_is_not_brought_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
