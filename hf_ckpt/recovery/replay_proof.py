@@ -25,6 +25,7 @@ from hf_ckpt.regions.fingerprints import (
     plain_tensors,
     unobserved,
 )
+from hf_ckpt.upstream.torch import keeps_all_digits
 
 # So many units of rounding of float32 is 1e-6, which tiles and the chunked head keep to.
 _ROUNDINGS = 8
@@ -135,7 +136,7 @@ class ReplayProof:
         is_float32 = (
             not self.is_mixed
             and {each.dtype for each in parameters} <= {torch.float32, torch.float64}
-            and torch.get_float32_matmul_precision() == "highest"
+            and all(keeps_all_digits(kind) for kind in {each.device.type for each in parameters})
         )
         return _ROUNDINGS * torch.finfo(torch.float32).eps if is_float32 else torch.finfo(torch.bfloat16).eps
 

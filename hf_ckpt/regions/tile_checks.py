@@ -31,7 +31,7 @@ from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, are_equal, is_s
 from hf_ckpt.regions.routing import may_vary
 from hf_ckpt.regions.value_proof import CallProof, drop, never_unpack
 from hf_ckpt.structure.routers import has_router
-from hf_ckpt.upstream.torch import FakeTensor, top_saved_tensors_hooks
+from hf_ckpt.upstream.torch import FakeTensor, keeps_all_digits, top_saved_tensors_hooks
 
 # --- Each call. ---
 
@@ -196,13 +196,7 @@ def _computes_in_full(kind: str, modules: Iterable[nn.Module], operators: set[st
     weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
     if "ToCopyBackward0" in operators or any(weight.dtype not in _IN_FULL for weight in weights):
         return False
-    backends: Any = torch.backends
-    products, convolutions = {
-        "cpu": (backends.mkldnn.matmul, backends.mkldnn.conv),
-        "cuda": (backends.cuda.matmul, backends.cudnn.conv),
-    }.get(kind, (None, None))
-    asked = [products, convolutions] if "ConvolutionBackward0" in operators else [products]
-    return all(each is not None and each.fp32_precision in ("ieee", "none") for each in asked)
+    return keeps_all_digits(kind, convolutions="ConvolutionBackward0" in operators)
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype:

@@ -686,3 +686,17 @@ def brings_back_random_numbers() -> bool:
     module, name = getattr(backend, "__module__", "") or "", getattr(backend, "__name__", "")
     is_known = module.startswith("torch._dynamo.backends.") and name in AOT_BACKENDS
     return is_known or (module, name) == ("torch._inductor.compile_fx", "compile_fx")
+
+
+def keeps_all_digits(kind: str, *, convolutions: bool = False) -> bool:
+    """Whether products of float32 on a kind of device keep all digits: no TF32, and on a CPU no bfloat16.
+
+    `torch.get_float32_matmul_precision` raises where the newer settings were used. `convolutions`: ask of those too.
+    """
+    backends: Any = torch.backends
+    known = {
+        "cpu": (backends.mkldnn.matmul, backends.mkldnn.conv),
+        "cuda": (backends.cuda.matmul, backends.cudnn.conv),
+    }
+    asked = known.get(kind, ())[: 2 if convolutions else 1]
+    return bool(asked) and all(each.fp32_precision in ("ieee", "none") for each in asked)
