@@ -474,11 +474,17 @@ def test_a_closure_that_differs_is_stopped() -> None:
         stepped(lambda batches, call: [*batches[:2], batches[2] * (2 - call)])
 
 
-@pytest.mark.parametrize("precision", ["none", "tf32"])
-def test_a_plan_that_adds_in_another_order_may_round_otherwise(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Behind the newer setting `torch.get_float32_matmul_precision` raises.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+@pytest.fixture(params=["none", "tf32"])
+def _precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The newer setting, behind which `torch.get_float32_matmul_precision` raises."""
+    products: Any = torch.backends.cuda.matmul
+    found, products.fp32_precision = products.fp32_precision, request.param
+    yield
+    products.fp32_precision = found
 
+
+@pytest.mark.usefixtures("_precision")
+def test_a_plan_that_adds_in_another_order_may_round_otherwise() -> None:
     def replayed(head: HeadMode, loss: float) -> None:
         proof = ReplayProof("Step 1", "micro-batch", lambda: [torch.zeros(1)], "")
         proof.begin_micro_batch([], Plan("Llama", ()))
