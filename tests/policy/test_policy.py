@@ -9,7 +9,7 @@ from hf_ckpt.policy.options import HeadMode, Offload, PolicyOptions, takes
 from hf_ckpt.policy.policy import Mode, Policy, Rule
 
 MODES = '"none", "full", "attention", "ffn", "selective", "selective_attention"'
-KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested, snapshots, save, offload, tiles"
+KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested, snapshots, save, offload, tiles, weights"
 OFFLOAD_KEYS = "to, path, fraction, host_memory, trust_host_memory, min_bytes"
 SAVE_ADVICE = "Use a list of operators (aten.mm) and of modules below the layer (mlp.down_proj, *.q_proj)."
 GIB = 2**30
