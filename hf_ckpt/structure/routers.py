@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +20,8 @@ _WORDS = frozenset({"expert", "experts", "router"})
 
 def has_router(modules: Iterable[nn.Module]) -> bool:
     """Whether one of the modules is, or belongs to, a router. Of the classes only, as it does not depend on weights."""
-    return any(_routes(kind) for kind in {type(module) for module in modules})
+    kinds: set[Any] = {type(module) for module in modules}
+    return any(map(_routes, kinds))
 
 
 @lru_cache(maxsize=1024)
