@@ -7,6 +7,7 @@ zero, and as that of experts is that no token reached: they are rows of one para
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,9 +27,9 @@ _SHOWN = 4  # Names in a message; more would bury the sentence.
 class AdapterGradients(TrainerCallback):
     """Looks at the first step of a run.
 
-    A layer that ran with its adapter in force and gave it no gradient ends the run. What did not run may run in a later
-    step: experts of a list that no token reached, layers that are dropped at random, a tower without an image. That is
-    only said. With `torch_compile` no module tells that it runs.
+    A module that ran with its adapter in force and gave it no gradient, though others of its decoder layer got theirs,
+    ends the run. What did not run may run in a later step: experts of a list that no token reached, layers that are
+    dropped at random, a tower without an image. That is only said. With `torch_compile` no module tells that it runs.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -77,7 +78,9 @@ class AdapterGradients(TrainerCallback):
         if not without:
             return
         by_layer = {name: path for path, layer in _adapted_layers(model) for name in _own_parameters(path, layer)}
-        lost = [name for name in without if by_layer.get(name) in self._has_run]
+        # Of a decoder layer that nothing asks, such as the last one of LLaVA's tower, no adapter gets one.
+        reached = {_block_of(name) for name in by_layer if name not in without}
+        lost = [name for name in without if by_layer.get(name) in self._has_run and _block_of(name) in reached]
         if lost:
             raise RecipeError(
                 f"{_counted(lost, without)} got no gradient in step 1, though what they are on ran: they would never "
@@ -85,8 +88,8 @@ class AdapterGradients(TrainerCallback):
                 "target_modules or target_parameters."
             )
         self._say(
-            f"{_counted(list(without), without)} got no gradient in step 1: what they belong to did not run. That is "
-            "usual for experts that no token reached, and for layers that some batches leave out."
+            f"{_counted(list(without), without)} got no gradient in step 1: what they belong to did not run, or "
+            "nothing asked for it. That is usual for experts that no token reached, and for layers that are left out."
         )
 
 
@@ -106,6 +109,12 @@ def _own_parameters(path: str, layer: Any) -> Iterator[str]:
         for name, _ in added.named_parameters():
             if name.partition(".")[0] in active:
                 yield f"{path}.{group}.{name}"
+
+
+def _block_of(name: str) -> str:
+    """Return the path of the decoder layer that a parameter belongs to, which has a number; else of what it is on."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name.rpartition(".lora_")[0]
 
 
 def _counted(names: list[str], parameters: dict[str, nn.Parameter]) -> str:
