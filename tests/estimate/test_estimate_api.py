@@ -132,7 +132,7 @@ def test_where_weights_have_no_room_it_is_said_and_no_plan_is_searched_for(tmp_p
 
 
 def test_where_frozen_weights_have_no_room_the_host_is_the_advice(tmp_path: Path) -> None:
-    config = {**small_recipes.CONFIG, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 24}
+    config = {**small_recipes.CONFIG, "hidden_size": 1024, "intermediate_size": 16384, "num_hidden_layers": 12}
     subject = small_subject(tmp_path, model={"config": config}, lora=small_recipes.LORA)
     predictor = Predictor(subject, CARD)
     plan = subject.resolve("full", weights="cpu")
