@@ -182,3 +182,17 @@ def remembered_simulations() -> Iterator[None]:
 
     with remembered():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_test_ends_this_process() -> Iterator[None]:
+    """Those behind it would not run, and with code 0 nobody would know."""
+    end, process = os._exit, os.getpid()
+
+    def end_forked(code: int) -> None:
+        if os.getpid() == process:
+            raise AssertionError(f"a test ends the process with code {code}")
+        end(code)
+
+    with mock.patch.object(os, "_exit", end_forked):
+        yield

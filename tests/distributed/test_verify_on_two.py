@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_ckpt.callback import HFCkptCallback
+from hf_ckpt.cli import verify
 from hf_ckpt.cli.main import main
-from hf_ckpt.verify import processes
 from tests import small_recipes
 from tests.distributed.launching import made_by_first
 
@@ -25,7 +25,7 @@ def end(code: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "end_process", end)
+    monkeypatch.setattr(verify, "end_process", end)
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Here so as to be put back: the setups of tests/verify_setups.py are for processes of their own.
     monkeypatch.setattr(HFCkptCallback, "on_train_begin", HFCkptCallback.on_train_begin)
