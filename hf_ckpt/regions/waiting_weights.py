@@ -108,7 +108,6 @@ class LayerWeights:
         self.is_on_device = False  # Its storage is filled, or being filled.
         self.on_resize: Callable[[int], None] = lambda num_bytes: None  # Told of the device's memory.
         self._num_proofs = 0
-        self._sum = 0  # Of what lies on the host.
         self.is_in_use = False  # The parameters are views of it.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,15 +180,15 @@ class LayerWeights:
     def prove(self) -> None:
         """Hold what the layer reads, in its next forward and backward, against what lies on the host."""
         self._num_proofs = 1 if self._in_place else 2
-        self._sum = sum(_sum_of(place.on_host) for place in self._places)
 
     def _check_values(self) -> None:
         # Where a layer has written to its weight, or put another in its place, that is what it read.
         if not self._num_proofs or not all(place.is_as_fetched() for place in self._places):
             return
         self._num_proofs -= 1
-        # After the layer has run: what it read is still there.
-        if sum(_sum_of(place.on_device) for place in self._places) != self._sum:
+        # After the layer has run: what it read is still there. The host's sums are taken anew: a parameter may have
+        # been unfrozen or replaced since, or written to by its `data`, which counts no version.
+        if any(_sum_of(place.on_device) != _sum_of(place.on_host) for place in self._places):
             raise RecomputationError(
                 f"The frozen weights of {self.name} wait on the host (weights: cpu), and what its forward or backward "
                 "read on the device was something else: a copy came late, or went elsewhere. This is a fault of "

@@ -413,6 +413,32 @@ def test_what_is_unfrozen_later_trains() -> None:
         assert are_equal(train(model, between=thaw(model)), expected)
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "data", "written to data", "unfrozen between forward and backward"])
+def test_the_first_step_proves_what_was_changed_before_it(how: str) -> None:
+    def change(model: Any) -> None:
+        weight = model.base_model.model.model.layers[1].mlp.up_proj.base_layer.weight
+        if how.startswith("unfrozen"):
+            weight.requires_grad_(True)
+        elif how == "data":
+            weight.data = weight.data * 2
+        else:
+            # So does `merge_adapter` of peft.
+            weight.data.mul_(2)
+
+    def run(model: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        loss = loss_of(model, 8) if how.endswith("backward") else None
+        change(model)
+        if loss is not None:
+            loss.backward()
+            model.zero_grad()
+        return train(model)
+
+    model = llama(layers=2)
+    with waiting(model, "none"):
+        assert are_equal(run(model), run(llama(layers=2)))
+
+
 def test_moving_the_model_leaves_what_waits() -> None:
     model, plain = llama(), llama()
     with waiting(model) as applied:
