@@ -306,7 +306,12 @@ class LayerWeights:
         self.rest()
         self.free()
         buffer.synchronize()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unobserved():
+            if self._memory is not None and not self._in_place:
+                # A forward whose backward is to come has views of it, which end the process where it is empty. Where
+                # nobody has, it is freed below.
+                self._memory.untyped_storage().resize_(self._memory.numel())
+                self._memory.copy_(buffer.memory.bytes)
             for place in self._places:
                 if place.is_shown(self._at_rest(place)):
                     self._show(place, torch.empty_like(place.on_host, device=device).copy_(place.on_host))

@@ -413,6 +413,20 @@ def test_what_is_unfrozen_later_trains() -> None:
         assert are_equal(train(model, between=thaw(model)), expected)
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_backward_after_removal_reads_the_weights(bits: int) -> None:
+    plain, model = llama(bits, layers=2), llama(bits, layers=2)
+    applied = waiting(model, "none")
+    torch.manual_seed(0)
+    loss_of(plain, 8).backward()
+    torch.manual_seed(0)
+    loss = loss_of(model, 8)
+    applied.remove()
+    loss.backward()
+    one, other = ([each.grad for each in found.parameters() if each.grad is not None] for found in (plain, model))
+    assert are_equal(one, other)
+
+
 @pytest.mark.parametrize("how", ["unfrozen", "data", "written to data", "unfrozen between forward and backward"])
 def test_the_first_step_proves_what_was_changed_before_it(how: str) -> None:
     def change(model: Any) -> None:
