@@ -30,6 +30,18 @@ CONFIG = {
 }
 """Of a model with two layers."""
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+"""Of a mixture of experts."""
+
 _SECTIONS: dict[str, Any] = {
     "model": {
         "config": CONFIG | {"num_hidden_layers": 4, "attention_dropout": 0.1},

@@ -6,7 +6,6 @@ recipe -> config -> model on `meta`, in the dtype that weights are loaded in -> 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +30,7 @@ from hf_ckpt.loading.model import (
     find_config,
     is_mxfp4,
     made,
+    own_quantization,
     prepared_for_kbit,
     with_empty_adapter,
 )
@@ -244,16 +244,15 @@ def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
 
 def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     """Return the quantisation that a model's own config brings, as fields of `BitsAndBytesConfig`."""
-    own = getattr(config, "quantization_config", None)
+    own = own_quantization(getattr(config, "quantization_config", None))
     if own is None or is_mxfp4(config):
         return None
-    fields: dict[str, Any] = own if isinstance(own, dict) else json.loads(own.to_json_string(use_diff=False))
-    if fields.get("quant_method") != "bitsandbytes":
+    if own.method != "bitsandbytes":
         raise RecipeError(
-            f"model.name_or_path names weights that are quantised by {fields.get('quant_method')}, which cannot be "
-            "simulated. What can is bitsandbytes, and weights that are not quantised."
+            f"model.name_or_path names weights that are quantised by {own.method}, which cannot be simulated. What can "
+            "is bitsandbytes, and weights that are not quantised."
         )
-    return {key: value for key, value in fields.items() if not key.startswith("_") and key != "quant_method"}
+    return own.fields
 
 
 # --- Words. ---

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_ckpt.structure.experts import are_experts, whole_shape
-from hf_ckpt.structure.stored import inside_adapters
+from hf_ckpt.structure.stored import adapted_parameter, path_without_adapters
 
 EXPERTS, EMBEDDINGS, HEAD, LINEAR, OTHERS = "experts", "embeddings", "head", "linear layers", "others"
 """What may not be quantised in a model that is."""
@@ -165,15 +165,14 @@ def _experts_of(model: nn.Module) -> Experts | None:
     in_layer: dict[nn.Module, int] = {}
     adapted: dict[str, None] = {}
     for module in model.modules():
-        target: Any = getattr(module, "parameter_name", None)
         for parameter in module.parameters(recurse=False):
             if are_experts(module, parameter):
                 by_dtype[_kind(parameter)] += num_weights(parameter)
                 num_trained += num_weights(parameter) * parameter.requires_grad
                 in_layer[module] = whole_shape(parameter)[0]
-        base = inside_adapters(module) if isinstance(target, str) else module
-        if base is not module and are_experts(base, getattr(base, target)):
-            adapted[target] = None
+        target = adapted_parameter(module)
+        if target is not None and are_experts(target.base, getattr(target.base, target.name)):
+            adapted[target.name] = None
     if not in_layer:
         return None
     kinds = tuple(dict.fromkeys(in_layer.values()))
@@ -237,11 +236,8 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, int | None]]:
         # PEFT's layers name what they add.
         if not getattr(adapted, "adapter_layer_names", ()) or not hasattr(adapted, "base_layer"):
             continue
-        # Adapters of several parameters of a module, such as experts, stand around each other.
-        while path.endswith(".base_layer"):
-            path = path.removesuffix(".base_layer")
-        name = path.rpartition(".")[2]
-        of_module = getattr(adapted, "parameter_name", "weight")
+        parameter = adapted_parameter(module)
+        name = path_without_adapters(path).rpartition(".")[2]
         ranks = getattr(adapted, "r", None)
         rank = next(iter(ranks.values()), None) if isinstance(ranks, Mapping) else None
-        yield name if of_module == "weight" else f"{name}.{of_module}", rank
+        yield name if parameter is None or parameter.name == "weight" else f"{name}.{parameter.name}", rank

@@ -17,6 +17,7 @@ from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.recipe.recipe import Values
 from hf_ckpt.structure.experts import names_of_experts
 from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.structure.stored import adapted_parameter, path_without_adapters
 from hf_ckpt.upstream.peft import UNMATCHED
 
 _BASE = "base_model.model."
@@ -74,10 +75,8 @@ def check_matches(adapted: Any, section: Values, name: str) -> None:
 
 def _adapted_parameters(adapted: nn.Module) -> Iterator[str]:
     for path, module in adapted.named_modules():
-        parameter = getattr(module, "parameter_name", None)
-        if parameter is not None and hasattr(module, "base_layer"):
-            # Adapters of several parameters of a module stand around each other.
-            yield f"{path.removeprefix(_BASE).replace('.base_layer', '')}.{parameter}"
+        if (parameter := adapted_parameter(module)) is not None:
+            yield f"{path_without_adapters(path.removeprefix(_BASE))}.{parameter.name}"
 
 
 @contextmanager

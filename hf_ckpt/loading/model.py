@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import PartialState
@@ -153,8 +153,25 @@ def _on_device_but_weights(model: PreTrainedModel, recipe: Recipe) -> PreTrained
 
 def is_mxfp4(config: PreTrainedConfig) -> bool:
     """Tell whether a model's experts are stored in MXFP4, as those of gpt-oss. The adapter's gradient needs others."""
-    own = getattr(config, "quantization_config", None)
-    return own is not None and (own if isinstance(own, dict) else own.to_dict()).get("quant_method") == "mxfp4"
+    own = own_quantization(getattr(config, "quantization_config", None))
+    return own is not None and own.method == "mxfp4"
+
+
+class OwnQuantization(NamedTuple):
+    """How the weights that a model's config names are quantised: `quantization_config` in it."""
+
+    method: object  # As transformers names it: `bitsandbytes`, `mxfp4`. None where the config names none.
+    fields: dict[str, Any]  # All others: with `bitsandbytes` those of `BitsAndBytesConfig`.
+
+
+def own_quantization(found: Any) -> OwnQuantization | None:
+    """Read `quantization_config` of a config, as a dict or an object of transformers; None where it has none."""
+    if found is None:
+        return None
+    fields = found if isinstance(found, dict) else found.to_dict()
+    method = fields.get("quant_method")
+    others = {key: value for key, value in fields.items() if not key.startswith("_") and key != "quant_method"}
+    return OwnQuantization(getattr(method, "value", method), others)
 
 
 def _dequantized_on_loading(config: PreTrainedConfig, section: Mapping[str, Any] | None) -> dict[str, Any]:

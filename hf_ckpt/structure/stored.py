@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -106,15 +106,34 @@ def inside_adapters(module: nn.Module) -> nn.Module:
     return module
 
 
+class AdaptedParameter(NamedTuple):
+    """A parameter that an adapter of PEFT is on by name, as on experts."""
+
+    base: nn.Module
+    name: str
+
+
+def adapted_parameter(module: nn.Module) -> AdaptedParameter | None:
+    """Return the parameter that an adapter of PEFT is on by name; None for any other module."""
+    name = getattr(module, "parameter_name", None)
+    base = inside_adapters(module) if isinstance(name, str) else module
+    return None if base is module else AdaptedParameter(base, str(name))
+
+
+def path_without_adapters(path: str) -> str:
+    """Return the path that a module has in its model without adapters of PEFT inside it."""
+    # Adapters of several parameters of a module stand around each other.
+    return path.replace(".base_layer", "")
+
+
 def set_in_forwards(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield parameters that an adapter of PEFT is on by name, as on experts: each forward sets them to themselves.
+    """Yield parameters that an adapter of PEFT is on by name: each forward sets them to themselves.
 
     torch's parametrizations do so where they are registered. It adds to the version, and writes nothing.
     """
     for module in modules:
-        name = getattr(module, "parameter_name", None)
-        base = inside_adapters(module) if isinstance(name, str) else module
-        if base is not module and (parameter := base._parameters.get(str(name))) is not None:
+        adapted = adapted_parameter(module)
+        if adapted is not None and (parameter := adapted.base._parameters.get(adapted.name)) is not None:
             yield parameter
 
 

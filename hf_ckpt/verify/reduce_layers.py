@@ -21,6 +21,7 @@ from hf_ckpt.policy.options import TO_DISK
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import REVOLVE, Mode
 from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.stored import adapted_parameter, path_without_adapters
 
 _PER_KIND = 2
 _PER_SCHEDULE = 5  # with fewer, no segment runs with a snapshot beside one that runs without
@@ -167,13 +168,12 @@ def adapters_of(model: nn.Module, kept: Sequence[KeptLayers] = ()) -> dict[str, 
             named += layer.module.named_modules(prefix=f"{each.stack.path}.{at}", remove_duplicate=False)
     adapters: dict[str, LoraSizes | str] = {}
     for path, module in named:
+        parameter = adapted_parameter(module)
         if not isinstance(module, BaseTunerLayer):
             continue
         name = path.removeprefix("base_model.model.")
-        parameter = getattr(module, "parameter_name", None)
         if parameter is not None:
-            # Those of several parameters of a module, such as experts, stand around each other.
-            name = f"{name.replace('.base_layer', '')}.{parameter}"
+            name = f"{path_without_adapters(name)}.{parameter.name}"
         if isinstance(module, LoraLayer):
             adapters[name] = LoraSizes(module.r["default"], module.lora_alpha["default"], parameter is not None)
         else:

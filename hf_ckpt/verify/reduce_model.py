@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from hf_ckpt.auto.batch_of_forward import without_adapter
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError, shortened
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
-from hf_ckpt.loading.model import EXPERTS_EVERYWHERE, Found, find_config, rehearse
+from hf_ckpt.loading.model import EXPERTS_EVERYWHERE, Found, OwnQuantization, find_config, own_quantization, rehearse
 from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import LayerPlan, Plan
@@ -93,7 +93,7 @@ def reduce_recipe(recipe: Recipe, folder: Path, *, is_full: bool) -> ReducedReci
     wanted, notes = adapt_to_machine(planned)
     found = find_config(wanted)
     fields = config_fields(found.config)
-    wanted, unpacked = _with_quantisation_of_config(wanted, fields.pop("quantization_config", None))
+    wanted, unpacked = _with_quantisation_of_config(wanted, own_quantization(fields.pop("quantization_config", None)))
     full = build_on_meta(wanted, write_config(fields, wanted, found, folder / "full"))
     make = _make_full_size if is_full else _make_reduced
     made = make(wanted, found, fields, full, folder)
@@ -292,14 +292,13 @@ def _byte_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 # --- A recipe made for GPUs, as it can be tried on this machine. ---
 
 
-def _with_quantisation_of_config(recipe: Recipe, own: Values | None) -> tuple[Recipe, list[str]]:
+def _with_quantisation_of_config(recipe: Recipe, own: OwnQuantization | None) -> tuple[Recipe, list[str]]:
     """Move the quantisation in a model's config to the recipe: small weights are made unquantised."""
     if own is None or recipe.quantization is not None:
         return recipe, []
-    if own.get("quant_method") != "bitsandbytes":
-        return recipe, [f"weights as before their own quantisation ({own.get('quant_method')})"]
-    section = {key: value for key, value in own.items() if not key.startswith("_") and key != "quant_method"}
-    return replace(recipe, quantization=section), []
+    if own.method != "bitsandbytes":
+        return recipe, [f"weights as before their own quantisation ({own.method})"]
+    return replace(recipe, quantization=own.fields), []
 
 
 def _without_kernels(model: dict[str, Any]) -> Iterator[str]:

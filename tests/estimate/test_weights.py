@@ -30,7 +30,8 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down_proj = nn.Parameter(torch.empty(1000, 1000, 45, dtype=torch.bfloat16))
+        self.num_experts = 45
+        self.down_proj = nn.Parameter(torch.empty(45, 1000, 1000, dtype=torch.bfloat16))
 
 
 class Mixture(nn.Module):
@@ -91,16 +92,6 @@ def test_adamw_in_half_precision_is_said(tmp_path: Path) -> None:
     assert facts["training"].endswith(" in bfloat16: neither weights nor state in float32")
 
 
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 ON_EXPERTS = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
@@ -121,7 +112,7 @@ def test_estimate_inspect_and_the_run_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
-    sections = {"model": {"config": MIXTURE}, "lora": lora, "checkpointing": None}
+    sections = {"model": {"config": small_recipes.MIXTURE}, "lora": lora, "checkpointing": None}
     recipe = load_recipe(small_recipes.write(tmp_path, **sections), ["training.max_steps=1"])
     subject = subject_of(recipe)
     facts = {name: text for name, text in subject.facts if name in ("weights", "experts", "trained")}
@@ -141,7 +132,7 @@ def test_estimate_inspect_and_the_run_say_the_same(
 def test_experts_are_computed_as_the_run_computes_them_and_that_is_said(
     wanted: str | None, runs: str, tmp_path: Path
 ) -> None:
-    model = {"config": MIXTURE, **({} if wanted is None else {"experts_implementation": wanted})}
+    model = {"config": small_recipes.MIXTURE, **({} if wanted is None else {"experts_implementation": wanted})}
     recipe = load_recipe(small_recipes.write(tmp_path, model=model, lora=ON_EXPERTS, checkpointing=None))
     subject = subject_of(recipe)
     assert dict(subject.facts)["versions"].endswith(f"attention by sdpa, experts by {runs}")

@@ -17,22 +17,8 @@ from tests import small_recipes
 pytestmark = pytest.mark.slow
 
 LORA = {"r": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts": 16,
-    "num_experts_per_tok": 1,
-}
+EXPERTS = {**small_recipes.MIXTURE, "num_experts": 16, "num_experts_per_tok": 1}
 ON_EXPERTS = {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-
-
-@pytest.fixture(autouse=True)
-def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
 
 
 def layer(model: nn.Module, name: str) -> Any:

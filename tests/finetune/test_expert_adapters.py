@@ -22,8 +22,7 @@ pytestmark = pytest.mark.slow
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
 MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, "moe_intermediate_size": 16, "num_experts": 4}
-    | {"num_experts_per_tok": 2},
+    "qwen3_moe": {**small_recipes.MIXTURE, "num_hidden_layers": 4},
     # Its experts lie the other way round, and have biases.
     "gpt_oss": {"model_type": "gpt_oss", **_SIZES, "intermediate_size": 48, "head_dim": 16, "num_local_experts": 4}
     | {"num_experts_per_tok": 2, "sliding_window": 16},
@@ -35,23 +34,6 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS}
 MERGED = 2.0**-13
 """Relative: as `hf-ckpt verify` allows. Each weight is rounded to float32 once more."""
-
-
-@pytest.fixture(autouse=True)
-def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Make a base of each mixture, with its tokenizer, in a folder."""
-    folders = {}
-    for name, config in MIXTURES.items():
-        folder = tmp_path_factory.mktemp(name)
-        recipe = small_recipes.write(folder, model={"config": config}, checkpointing=None)
-        train.finetune(load_recipe(recipe, ["training.max_steps=1"]))
-        folders[name] = folder / "run"
-    return folders
 
 
 def recipe_of(folder: Path, base: Path, **sections: Any) -> Path:

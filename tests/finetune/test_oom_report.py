@@ -209,11 +209,6 @@ def explained(tmp_path: Path, batch: Batch, usable: int, part: Part = Part.BACKW
     return explanation(failure, recipe, training_arguments(recipe), None, device)
 
 
-@pytest.fixture(autouse=True)
-def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
-
-
 WIDE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 FULL_SIZE = {"config": {**WIDE, "num_attention_heads": 2}}
 

@@ -38,23 +38,6 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_
 QUANTIZATION = {**NF4, "bnb_4bit_compute_dtype": "bfloat16", "quantize_experts": True}
 
 
-@pytest.fixture(autouse=True)
-def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Make a base of each mixture, with its tokenizer, in a folder."""
-    folders = {}
-    for name, config in MIXTURES.items():
-        folder = tmp_path_factory.mktemp(name)
-        recipe = small_recipes.write(folder, model={"config": config}, checkpointing=None)
-        train.finetune(load_recipe(recipe, ["training.max_steps=1"]))
-        folders[name] = folder / "run"
-    return folders
-
-
 def recipe_of(folder: Path, base: Path, **sections: Any) -> Path:
     model = {**small_recipes.on_weights(base), "dtype": "bfloat16"}
     given = {"model": model, "lora": LORA, "quantization": QUANTIZATION, "checkpointing": {"policy": "full"}}

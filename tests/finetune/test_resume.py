@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from hf_ckpt.cli.finetune import main
-from hf_ckpt.finetune import train
 from tests import small_recipes, twins
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
@@ -23,11 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.core]
 ROOT = Path(__file__).parents[2]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 FIGURES = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
-
-
-@pytest.fixture(autouse=True)
-def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
 
 
 def adapter_recipe(folder: Path, checkpointing: dict[str, str] | None = None) -> Path:

@@ -26,11 +26,6 @@ OF_TRL = ("sft", "dpo", "kto", "reward", "grpo")
 MORE = {"kto": ["training.per_device_train_batch_size=4"]}
 
 
-@pytest.fixture(autouse=True)
-def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
-
-
 def carry_out(recipe: Path, *overrides: str, **options: bool) -> RunSummary:
     return train.finetune(load_recipe(recipe, overrides), **options)
 
