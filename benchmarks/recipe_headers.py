@@ -60,7 +60,9 @@ class Needs:
         """Return the text of the header's line."""
         capacity = capacity_of(self.device)
         free = format_bytes(capacity.num_bytes - capacity.reserved_bytes)
-        card = f" fit ({self.device.title}, {format_bytes(self.device.memory_bytes)}, {free} of it left free)"
+        title, memory = self.device.title, format_bytes(self.device.memory_bytes)
+        # A GPU without a name is called by its memory.
+        card = f" fit ({title if title.endswith(memory) else f'{title}, {memory}'}, {free} of it left free)"
         fits = card if self.device.is_cuda else ""
         limit = f"sequences of up to {self.longest:,} tokens{fits}" if self.longest else "no sequence fits"
         bound = ", all that the model has positions for" if self.is_bound else ""

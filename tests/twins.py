@@ -47,7 +47,8 @@ _QWEN3_VL: dict[str, Any] = {
         "deepstack_visual_indexes": [1],
     },
 }
-_MIXTURE = {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+NUM_EXPERTS = 4
+_MIXTURE = {**_SIZES, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-2-70b-hf": {"model_type": "llama", **_SIZES},
@@ -60,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-30B-A3B": {
         "model_type": "qwen3_moe",
         **_SIZES,
-        "num_experts": 4,
+        "num_experts": NUM_EXPERTS,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     },

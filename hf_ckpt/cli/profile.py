@@ -14,8 +14,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = recipe_parser(
         "profile",
         "Run a recipe's step a few times on this machine, with random weights and one\n"
-        "micro-batch, and print the time of forward, backward and recomputation, the\n"
-        "memory after each, and what was predicted.",
+        "micro-batch. Print the time of forward, backward and recomputation, the memory\n"
+        "after each, and what was predicted.",
         epilog="""examples:
   hf-ckpt profile tiny_llama_lora
   hf-ckpt profile llama7b_lora --trace trace.json checkpointing.policy=full""",

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.side_by_side.contender import Contender, NotHereError
@@ -96,7 +96,9 @@ def test_trl_snippet_trains_under_its_plan(
         config = partial(getattr(trl, name), **arguments(tmp_path, max_length=16, bf16=False))
         monkeypatch.setattr(trl, name, config)
     tokenizer = byte_tokenizer(pad_token="<pad>")
-    model = llama(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    llama(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id).save_pretrained(tmp_path / "model")
+    # Of a folder, from which trl loads the reference model.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     texts = {"text": ["the cat sat", "a dog ran"] * 2}
     pairs = {"prompt": ["the ", "a "] * 2, "chosen": ["cat sat", "dog ran"] * 2, "rejected": ["sat", "ran"] * 2}
     data = Dataset.from_dict(texts if page == PAGE else pairs)

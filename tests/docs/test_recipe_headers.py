@@ -19,7 +19,7 @@ SHIPPED = sorted(RECIPES.glob("*.yaml"))
 NEEDS = re.compile(
     r"predicted peak (?P<peak>[\d.]+) (?P<unit>GiB|MiB)(?: and [\d.]+ [GM]iB of host memory)?; "
     r"sequences of up to (?P<longest>[\d,]+) tokens"
-    r"(?: fit \((?P<title>[\w -]+), [\d.]+ GiB, [\d.]+ [GM]iB of it left free\))?"
+    r"(?: fit \((?:[\w -]+, |a GPU with )[\d.]+ GiB, [\d.]+ [GM]iB of it left free\))?"
     r"(, all that the model has positions for)?\."
 )
 HEADER = """\
